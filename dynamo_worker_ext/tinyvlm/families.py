@@ -1,0 +1,259 @@
+"""The families of models that can be made, one entry each.
+
+A further family is one more entry: its special tokens, its chat template, its `config.json`, its
+processors' configurations, and a way to write weights for that configuration (`weights.py` has
+one for any model class of transformers).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_worker_ext.tinyvlm import chat, vocabulary, weights
+
+JsonObject = dict[str, Any]
+TokenIds = Mapping[str, int]
+
+VOCAB_SIZE = 512
+CONTEXT_TOKENS = 32768
+_HIDDEN = 64
+_HEAD = 32
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that distinguishes one family from another."""
+
+    name: str
+    summary: str
+    config: Callable[[TokenIds], JsonObject]
+    """`config.json` as the hub has it, given the ids of the special tokens."""
+    chat_template: str
+    write_weights: weights.WeightWriter
+    image_processor: JsonObject | None = None
+    """`preprocessor_config.json`; None for a model that takes no images."""
+    video_processor: JsonObject | None = None
+    """`video_preprocessor_config.json`; None for a model that takes no videos."""
+    special_tokens: tuple[str, ...] = vocabulary.QWEN_SPECIAL_TOKENS
+    tokenizer_class: str = "Qwen2Tokenizer"
+
+
+def _text(ids: TokenIds, **more: Any) -> JsonObject:
+    """A language model of two layers, hidden size 64, in bfloat16."""
+    return {
+        "attention_dropout": 0.0,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "hidden_act": "silu",
+        "hidden_size": _HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": 2 * _HIDDEN,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "num_attention_heads": _HIDDEN // _HEAD,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": _HIDDEN // _HEAD,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": VOCAB_SIZE,
+        **more,
+    }
+
+
+def _vision_ids(ids: TokenIds) -> JsonObject:
+    return {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_token_id": ids["<|vision_pad|>"],
+    }
+
+
+_MROPE_SECTION = [4, 6, 6]  # time, height, width: together half of a head
+_PATCHES_14 = {
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "spatial_patch_size": 14,
+    "temporal_patch_size": 2,
+    # SGLang 0.5.21 reads in_chans, vLLM 0.31.0 and transformers in_channels.
+    "in_chans": 3,
+    "in_channels": 3,
+}
+
+
+def _qwen2(ids: TokenIds) -> JsonObject:
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_text(ids)}
+
+
+def _qwen2_vl(ids: TokenIds) -> JsonObject:
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        **_text(ids, rope_scaling={"type": "mrope", "mrope_section": _MROPE_SECTION}),
+        **_vision_ids(ids),
+        "vision_config": {
+            **_PATCHES_14,
+            "model_type": "qwen2_vl",
+            "depth": 2,
+            "embed_dim": 64,
+            "hidden_size": _HIDDEN,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+        },
+    }
+
+
+def _qwen2_5_vl(ids: TokenIds) -> JsonObject:
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        **_text(ids, rope_scaling={"type": "mrope", "mrope_section": _MROPE_SECTION}),
+        **_vision_ids(ids),
+        "vision_config": {
+            **_PATCHES_14,
+            "model_type": "qwen2_5_vl",
+            "depth": 2,
+            "fullatt_block_indexes": [1],
+            "hidden_act": "silu",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": _HIDDEN,
+            "tokens_per_second": 2,
+            "window_size": 112,
+        },
+    }
+
+
+def _qwen3_vl(ids: TokenIds) -> JsonObject:
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **_vision_ids(ids),
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            **_text(
+                ids,
+                attention_bias=False,
+                head_dim=_HEAD,
+                rope_theta=5000000.0,
+                rope_scaling={
+                    "mrope_interleaved": True,
+                    "mrope_section": _MROPE_SECTION,
+                    "rope_type": "default",
+                },
+            ),
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "deepstack_visual_indexes": [0, 1],
+            "depth": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 64,
+            "in_channels": 3,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": _HIDDEN,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    }
+
+
+_QWEN2_PIXELS = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "max_pixels": 12845056,
+    "merge_size": 2,
+    "min_pixels": 3136,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+}
+_QWEN3_PIXELS = {
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "merge_size": 2,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+}
+_QWEN3_FRAMES = {"do_sample_frames": True, "fps": 2, "max_frames": 768, "min_frames": 4}
+_VISION_CHAT = chat.chatml(
+    image="<|vision_start|><|image_pad|><|vision_end|>",
+    video="<|vision_start|><|video_pad|><|vision_end|>",
+)
+
+
+def _image(pixels: JsonObject, processor_class: str) -> JsonObject:
+    return {
+        **pixels,
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": processor_class,
+    }
+
+
+def _video(pixels: JsonObject, video_processor_type: str, processor_class: str) -> JsonObject:
+    return {
+        **pixels,
+        "processor_class": processor_class,
+        "video_processor_type": video_processor_type,
+    }
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            name="qwen2_vl",
+            summary="Qwen2-VL: text, images, videos; 14-pixel patches",
+            config=_qwen2_vl,
+            chat_template=_VISION_CHAT,
+            write_weights=weights.of_transformers(),
+            image_processor=_image(_QWEN2_PIXELS, "Qwen2VLProcessor"),
+            video_processor=_video(_QWEN2_PIXELS, "Qwen2VLVideoProcessor", "Qwen2VLProcessor"),
+        ),
+        Family(
+            name="qwen2_5_vl",
+            summary="Qwen2.5-VL: text, images, videos; 14-pixel patches, window attention",
+            config=_qwen2_5_vl,
+            chat_template=_VISION_CHAT,
+            write_weights=weights.of_transformers(),
+            image_processor=_image(_QWEN2_PIXELS, "Qwen2_5_VLProcessor"),
+            video_processor=_video(_QWEN2_PIXELS, "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
+        ),
+        Family(
+            name="qwen3_vl",
+            summary="Qwen3-VL: text, images, videos; 16-pixel patches, deepstack",
+            config=_qwen3_vl,
+            chat_template=_VISION_CHAT,
+            write_weights=weights.of_transformers(),
+            image_processor=_image(
+                {**_QWEN3_PIXELS, "size": {"longest_edge": 16777216, "shortest_edge": 65536}},
+                "Qwen3VLProcessor",
+            ),
+            video_processor=_video(
+                {
+                    **_QWEN3_PIXELS,
+                    **_QWEN3_FRAMES,
+                    "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+                },
+                "Qwen3VLVideoProcessor",
+                "Qwen3VLProcessor",
+            ),
+        ),
+        Family(
+            name="qwen2",
+            summary="Qwen2: text only, for serving without media",
+            config=_qwen2,
+            chat_template=chat.chatml(),
+            write_weights=weights.of_transformers(),
+        ),
+    )
+}
+"""By the name that `--family` takes."""
