@@ -1,0 +1,261 @@
+"""The policy: what a request's media becomes before the engine sees it.
+
+This is the table of the design, in one place for every engine:
+
+| transfer metadata | all items cached | read   | raw media | outcome       |
+|-------------------|------------------|--------|-----------|---------------|
+| yes               | yes              | -      | any       | `HIT`         |
+| yes               | some or none     | good   | any       | `RECEIVED`    |
+| yes               | -                | failed | yes       | `REPROCESSED` |
+| yes               | -                | failed | no        | `LOST`        |
+| no                | yes, all named   | -      | yes       | `HIT`         |
+| no                | otherwise        | -      | yes       | `RAW`         |
+| no                | -                | -      | no        | `TEXT`        |
+
+Malformed metadata counts as a failed read. `LOST` is an error that a frontend may retry on another
+worker; there is never an answer without the media. More items than the engine's limit are refused
+on every way in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, Protocol
+
+from dynamo_worker_ext.errors import (
+    InvalidTransferError,
+    LimitExceededError,
+    MediaLostError,
+    TransferError,
+    TransportUnavailableError,
+)
+from dynamo_worker_ext.metrics import Metrics, WarnOnceAMinute
+from dynamo_worker_ext.transfer import codec
+from dynamo_worker_ext.transfer.base import MmKwargsReceiver
+from dynamo_worker_ext.transfer.kwargs import KwargsItem
+from dynamo_worker_ext.wire import MODALITIES, MediaItem, MediaRequest, Modality, Transfer
+
+log = logging.getLogger(__name__)
+
+_NO_TRANSPORT: Final = "none"
+
+
+class Outcome(StrEnum):
+    """What became of a request's media; the `outcome` label of metrics and logs."""
+
+    HIT = "hit"
+    RECEIVED = "received"
+    REPROCESSED = "reprocessed"
+    LOST = "lost"
+    RAW = "raw"
+    TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What the engine is to be given.
+
+    Attributes:
+        outcome: which row of the table it was.
+        transport: what moved the payloads, or ``"none"``.
+        payloads: for `HIT` and `RECEIVED` with transfer metadata, aligned with its items: the
+            decoded item, or None where the engine holds it.
+        raw: for the other outcomes with media, the decoded media by modality in prompt order,
+            None where the engine holds the item.
+        reason: why a transfer failed, where it did.
+    """
+
+    outcome: Outcome
+    transport: str = _NO_TRANSPORT
+    payloads: tuple[Any, ...] | None = None
+    raw: Mapping[Modality, Sequence[Any]] | None = None
+    reason: str | None = None
+
+
+class EngineMedia(Protocol):
+    """What the policy needs to know of an engine. Lives in the worker process."""
+
+    @property
+    def limits(self) -> Mapping[Modality, int]:
+        """Most items of each modality in one request; a modality it cannot take has 0."""
+
+    def holds(self, mm_hash: str) -> bool:
+        """Whether the engine can do without the payload of this item now. Changes nothing."""
+
+    def convert(self, item: MediaItem, payload: KwargsItem) -> Any:
+        """Turn a received item into the engine's own form, after checking that it fits.
+
+        Raises:
+            InvalidTransferError: it is not what this model's processor makes for `item`.
+        """
+
+
+class MediaSource(Protocol):
+    """Loads raw media; see `dynamo_worker_ext.media.MediaLoader`."""
+
+    async def load(
+        self,
+        modality: Modality,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        io_kwargs: Mapping[str, Any] | None = None,
+        cache_scope: str | None = None,
+    ) -> list[Any]: ...
+
+
+class Ingest:
+    """Applies the policy to one request after another.
+
+    Args:
+        engine: the engine's side.
+        receivers: open receivers by transport, in order of preference.
+        source: the loader of raw media.
+        metrics: where failures and stages are counted; the outcome itself is counted by the
+            worker when the request is submitted.
+    """
+
+    def __init__(
+        self,
+        engine: EngineMedia,
+        receivers: Mapping[str, MmKwargsReceiver[Any]],
+        source: MediaSource,
+        metrics: Metrics,
+    ) -> None:
+        self._engine = engine
+        self._receivers = receivers
+        self._source = source
+        self._metrics = metrics
+        self._warn = WarnOnceAMinute(log)
+
+    async def resolve(
+        self, request: MediaRequest, *, cache_scope: str | None = None, fresh: bool = False
+    ) -> Resolution:
+        """Decide and fetch.
+
+        Args:
+            request: the media side of one request.
+            cache_scope: the client's scope, for loaders that keep caches apart by it.
+            fresh: fetch everything, whatever the engine seems to hold; for a request that is
+                resent because it turned out not to.
+
+        Raises:
+            LimitExceededError: too many items.
+            MediaLostError: the row `LOST`.
+            MediaLoadError: raw media cannot be loaded.
+        """
+        self._check_limits(request)
+        failure: TransferError | None = request.transfer_error
+        if failure is not None:
+            self._metrics.failures.labels(_NO_TRANSPORT, failure.reason).inc()
+        if request.transfer is not None:
+            try:
+                return await self._receive(request.transfer, fresh)
+            except TransferError as error:
+                failure = error
+        if failure is not None:
+            self._warn(
+                failure.reason,
+                "pre-processed media did not arrive (%s): %s; %s",
+                failure.reason,
+                failure,
+                "processing it from raw media" if request.raw else "no raw media to fall back to",
+            )
+            if not request.raw:
+                raise MediaLostError(
+                    f"pre-processed media did not arrive ({failure.reason}): {failure}; the "
+                    "request carries no raw media, so it cannot be answered by this worker",
+                    reason=failure.reason,
+                ) from failure
+            raw, _ = await self._load(request, cache_scope, reuse=False)
+            return Resolution(Outcome.REPROCESSED, raw=raw, reason=failure.reason)
+        if not request.raw:
+            return Resolution(Outcome.TEXT)
+        raw, held_all = await self._load(request, cache_scope, reuse=not fresh)
+        return Resolution(Outcome.HIT if held_all else Outcome.RAW, raw=raw)
+
+    def _check_limits(self, request: MediaRequest) -> None:
+        for modality in MODALITIES:
+            count, limit = request.count(modality), self._engine.limits.get(modality, 0)
+            if count > limit:
+                raise LimitExceededError(
+                    f"the request carries {count} {modality} item(s); this worker takes at most "
+                    f"{limit} (--limit-mm-per-prompt)"
+                )
+
+    async def _receive(self, transfer: Transfer, fresh: bool) -> Resolution:
+        missing = [
+            i
+            for i, item in enumerate(transfer.items)
+            if fresh or not self._engine.holds(item.mm_hash)
+        ]
+        if not missing:
+            return Resolution(Outcome.HIT, payloads=(None,) * len(transfer.items))
+        accepted = [name for name in self._receivers if name in transfer.offers]
+        if not accepted:
+            offered = ", ".join(sorted(transfer.offers))
+            error: TransferError = TransportUnavailableError(
+                f"the sender used {offered}; this worker takes "
+                f"{', '.join(self._receivers) or 'none'} (--mm-transfer)"
+            )
+            self._metrics.failures.labels(_NO_TRANSPORT, error.reason).inc()
+            raise error
+        for transport in accepted:
+            try:
+                payloads = await self._read(transport, transfer, missing)
+            except TransferError as failed:
+                self._metrics.failures.labels(transport, failed.reason).inc()
+                error = failed
+            else:
+                return Resolution(Outcome.RECEIVED, transport=transport, payloads=payloads)
+        raise error
+
+    async def _read(
+        self, transport: str, transfer: Transfer, missing: Sequence[int]
+    ) -> tuple[Any, ...]:
+        refs = transfer.offers[transport]
+        if not transfer.is_complete(transport):
+            raise InvalidTransferError(
+                f"{len(refs)} of {len(transfer.items)} items were sent and nothing says which",
+                reason="invalid_count",
+            )
+        received = await self._receivers[transport].receive([refs[i] for i in missing])
+        payloads: list[Any] = [None] * len(transfer.items)
+        with self._metrics.stage("decode"):
+            for i, one in zip(missing, received, strict=True):
+                decoded = codec.decode(one.payload)
+                payloads[i] = self._engine.convert(transfer.items[i], decoded)
+        return tuple(payloads)
+
+    async def _load(
+        self, request: MediaRequest, cache_scope: str | None, *, reuse: bool
+    ) -> tuple[dict[Modality, list[Any]], bool]:
+        """Load what the engine does not hold; say whether that was nothing at all."""
+        result: dict[Modality, list[Any]] = {}
+        held_all = True
+        with self._metrics.stage("load"):
+            for modality, items in request.raw.items():
+                held = self._held(request, modality, len(items)) if reuse else [False] * len(items)
+                wanted = [item for item, skip in zip(items, held, strict=True) if not skip]
+                held_all &= not wanted
+                loaded = iter(
+                    await self._source.load(
+                        modality,
+                        wanted,
+                        io_kwargs=request.media_io_kwargs,
+                        cache_scope=cache_scope,
+                    )
+                    if wanted
+                    else ()
+                )
+                result[modality] = [None if skip else next(loaded) for skip in held]
+        return result, held_all
+
+    def _held(self, request: MediaRequest, modality: Modality, count: int) -> list[bool]:
+        # With processor or decoding options the engine derives another identity from the hash.
+        ids = request.identities(modality)
+        if ids is None or request.mm_processor_kwargs or request.media_io_kwargs:
+            return [False] * count
+        return [mm_hash is not None and self._engine.holds(mm_hash) for mm_hash in ids]

@@ -1,0 +1,171 @@
+"""Raw media: Dynamo's loaders, behind a cache keyed by content.
+
+URL policy, size and time limits, redirects and the URL-keyed image cache are those of
+``dynamo.common.multimodal``; their ``DYN_MM_*`` variables hold here too. On top of that a data
+URI that was decoded before is not decoded again. Lives in the worker process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dynamo_worker_ext.errors import MediaLoadError
+from dynamo_worker_ext.wire import Modality
+
+
+class CacheStatistics(NamedTuple):
+    """State of a `ContentCache`: entries, their bytes, and lookups since it was made."""
+
+    entries: int
+    bytes: int
+    hits: int
+    misses: int
+
+
+class ContentCache:
+    """An LRU of decoded images, bounded in bytes.
+
+    Args:
+        max_bytes: 0 switches it off.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._bytes = self._hits = self._misses = 0
+
+    def get(self, key: bytes) -> Any | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            self._misses += 1
+            return None
+        self._hits += 1
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: bytes, image: Any) -> None:
+        """Keep `image`, an RGB picture with a ``size`` of (width, height)."""
+        width, height = image.size
+        nbytes = width * height * 3
+        if nbytes > self._max_bytes or key in self._entries:
+            return
+        self._entries[key] = (image, nbytes)
+        self._bytes += nbytes
+        while self._bytes > self._max_bytes:
+            _, (_, freed) = self._entries.popitem(last=False)
+            self._bytes -= freed
+
+    def statistics(self) -> CacheStatistics:
+        return CacheStatistics(len(self._entries), self._bytes, self._hits, self._misses)
+
+
+class MediaLoader:
+    """Loads raw media of one request.
+
+    Args:
+        frontend_decoding: take pixels that the Rust frontend decoded (``--frontend-decoding``).
+        cache_mb: size of the content cache in MB.
+    """
+
+    def __init__(self, *, frontend_decoding: bool, cache_mb: int) -> None:
+        from dynamo.common.multimodal.audio_loader import AudioLoader
+        from dynamo.common.multimodal.image_loader import ImageLoader
+        from dynamo.common.multimodal.video_loader import VideoLoader
+
+        self.cache = ContentCache(cache_mb * 1024 * 1024)
+        self._images = ImageLoader(enable_frontend_decoding=frontend_decoding)
+        self._videos = VideoLoader(enable_frontend_decoding=frontend_decoding)
+        self._audios = AudioLoader(enable_frontend_decoding=frontend_decoding)
+
+    async def load(
+        self,
+        modality: Modality,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        io_kwargs: Mapping[str, Any] | None = None,
+        cache_scope: str | None = None,
+    ) -> list[Any]:
+        """Fetch and decode the items of one modality, in order.
+
+        Returns:
+            PIL images (RGB); or (frames, metadata) of videos; or (samples, rate) of audio.
+
+        Raises:
+            MediaLoadError: with the HTTP status of the cause (404, 408, 413, 415, else 400).
+        """
+        for item in items:
+            if "UuidOnly" in item:
+                raise MediaLoadError(
+                    f"{modality} {item['UuidOnly']!r} is named by its uuid alone and this worker "
+                    "does not hold it; send it with its URL"
+                )
+            _check_data_uri_size(modality, item)
+        try:
+            if modality == "image":
+                return await self._load_images(items, cache_scope)
+            if modality == "video":
+                options = io_kwargs.get("video") if io_kwargs else None
+                if options is not None and not isinstance(options, dict):
+                    raise MediaLoadError("media_io_kwargs.video is an object")
+                return list(await self._videos.load_video_batch(list(items), options or {}))
+            return list(await self._audios.load_audio_batch(list(items)))
+        except MediaLoadError:
+            raise
+        except Exception as error:
+            raise _as_media_error(modality, error) from error
+
+    async def _load_images(
+        self, items: Sequence[Mapping[str, Any]], cache_scope: str | None
+    ) -> list[Any]:
+        return await asyncio.gather(*(self._load_image(item, cache_scope) for item in items))
+
+    async def _load_image(self, item: Mapping[str, Any], cache_scope: str | None) -> Any:
+        url = item.get("Url")
+        key = None
+        if isinstance(url, str) and url.startswith("data:"):
+            # Whoever has the whole URI has the picture, so entries need no scope.
+            key = hashlib.blake2b(url.encode(), digest_size=32).digest()
+            if (image := self.cache.get(key)) is not None:
+                return image
+        (image,) = await self._images.load_image_batch([dict(item)], cache_scope=cache_scope)
+        if key is not None:
+            self.cache.put(key, image)
+        return image
+
+
+def _check_data_uri_size(modality: Modality, item: Mapping[str, Any]) -> None:
+    """Hold data URIs to the limit that Dynamo's loaders set for downloads."""
+    from dynamo.common.http.media_reference import max_media_bytes
+
+    url = item.get("Url")
+    if not isinstance(url, str) or not url.startswith("data:"):
+        return
+    limit = max_media_bytes()
+    size = (len(url) - url.find(",") - 1) * 3 // 4
+    if size > limit:
+        raise MediaLoadError(
+            f"{modality} data URI of about {size} bytes; at most {limit} are accepted "
+            "(DYN_MM_MAX_FILE_SIZE_MB)",
+            status=413,
+        )
+
+
+def _as_media_error(modality: Modality, error: Exception) -> Exception:
+    """The client's fault as `MediaLoadError` with its status; anything else as it is."""
+    from dynamo.common.http.base import HttpError, HttpStatusError
+    from dynamo.common.multimodal.codec_errors import MissingMediaDecoderError
+
+    text = str(error)
+    # Loaders quote what they were given; a data URI may be megabytes long.
+    text = text if len(text) <= 500 else f"{text[:500]}..."
+    if isinstance(error, HttpStatusError):
+        return MediaLoadError(f"{modality} could not be loaded: {text}", status=error.status)
+    if isinstance(error, MissingMediaDecoderError):
+        return MediaLoadError(f"this worker cannot decode the {modality}: {text}", status=415)
+    if isinstance(error, (HttpError, ValueError)):
+        return MediaLoadError(f"{modality} could not be loaded: {text}")
+    return error
