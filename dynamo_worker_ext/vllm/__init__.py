@@ -1,0 +1,1 @@
+"""The vLLM worker. Nothing outside this package imports vLLM."""

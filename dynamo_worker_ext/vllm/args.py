@@ -1,0 +1,225 @@
+"""The command line of ``python -m dynamo_worker_ext.vllm``.
+
+Names and environment variables are those of ``python -m dynamo.vllm`` 1.6.1 and of vLLM itself, so
+that an operator changes one word in a launch script; see `worker.add_worker_arguments` for ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo.common.backend.worker import WorkerConfig
+from dynamo.common.configuration.groups.frontend_decoding_args import add_frontend_decoding_arg
+from dynamo.common.configuration.groups.runtime_args import (
+    DynamoRuntimeArgGroup,
+    DynamoRuntimeConfig,
+)
+from dynamo.common.configuration.utils import (
+    add_argument,
+    add_negatable_bool_argument,
+    split_served_model_names,
+)
+from dynamo.common.constants import DisaggregationMode
+from dynamo.common.utils.runtime import parse_endpoint
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from dynamo_worker_ext import __version__
+from dynamo_worker_ext.errors import StartupError
+from dynamo_worker_ext.worker import WorkerOptions, add_worker_arguments, worker_options
+
+PROG = "python -m dynamo_worker_ext.vllm"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """One adapter of ``--lora-modules``: the name clients ask for, and its folder."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that the command line says.
+
+    Attributes:
+        options: our own.
+        engine_args: vLLM's.
+        worker: the SDK's.
+        served_names: the model's name and its aliases.
+        frontend_decoding: the Rust frontend decodes media.
+        lora_modules: adapters that are served from the start.
+        runtime: Dynamo's runtime configuration.
+    """
+
+    options: WorkerOptions
+    engine_args: AsyncEngineArgs
+    worker: WorkerConfig
+    served_names: tuple[str, ...]
+    frontend_decoding: bool
+    lora_modules: tuple[LoraModule, ...]
+    runtime: DynamoRuntimeConfig
+
+
+def build_parsers() -> tuple[argparse.ArgumentParser, FlexibleArgumentParser]:
+    """The parser of the worker, whose help shows everything, and vLLM's own for the rest."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="A multimodal vLLM worker for NVIDIA Dynamo.",
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dynamo-worker-ext {__version__}")
+    DynamoRuntimeArgGroup().add_arguments(parser)
+    group = parser.add_argument_group("Dynamo vLLM Options")
+    add_argument(
+        group,
+        flag_name="--disaggregation-mode",
+        env_var="DYN_VLLM_DISAGGREGATION_MODE",
+        default="agg",
+        choices=["agg", "pd", "prefill", "decode", "encode"],
+        help="Role of this worker. 'agg' and 'pd' are one aggregated worker; the others are not "
+        "built yet.",
+    )
+    add_negatable_bool_argument(
+        group,
+        flag_name="--route-to-encoder",
+        env_var="DYN_VLLM_ROUTE_TO_ENCODER",
+        default=False,
+        help="Have images encoded by encode workers. Not built yet.",
+    )
+    add_negatable_bool_argument(
+        group,
+        flag_name="--enable-multimodal",
+        env_var="DYN_VLLM_ENABLE_MULTIMODAL",
+        default=True,
+        help="Take media. On unless switched off, where dynamo.vllm has it off.",
+    )
+    add_frontend_decoding_arg(group, env_prefix="VLLM")
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help="LoRA adapters to serve, each as a model of its own name. Needs --enable-lora.",
+    )
+    add_worker_arguments(parser)
+
+    engine_parser = FlexibleArgumentParser(prog=PROG, add_help=False)
+    AsyncEngineArgs.add_cli_args(engine_parser, async_args_only=False)
+    engine_group = parser.add_argument_group("vLLM Engine Options (see vLLM's documentation)")
+    # Shown by our --help, parsed by vLLM's own parser, which knows its spellings.
+    for action in engine_parser._actions:
+        if action.option_strings:
+            engine_group._group_actions.append(action)
+    return parser, engine_parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Config:
+    """Parse and check a command line.
+
+    Raises:
+        StartupError: options that cannot be served; the message names the flag.
+        SystemExit: from argparse, for what is no option at all, ``--help`` and ``--version``.
+    """
+    parser, engine_parser = build_parsers()
+    args, rest = parser.parse_known_args(argv)
+    vllm_args = engine_parser.parse_args(rest)
+
+    if args.disaggregation_mode not in ("agg", "pd"):
+        raise StartupError(
+            f"--disaggregation-mode {args.disaggregation_mode} is not built yet; this worker "
+            "serves 'agg'"
+        )
+    if args.route_to_encoder:
+        raise StartupError("--route-to-encoder is not built yet; start without it")
+
+    runtime = DynamoRuntimeConfig.from_cli_args(args)
+    try:
+        runtime.validate()
+        engine_args = AsyncEngineArgs.from_cli_args(vllm_args)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    served = split_served_model_names(engine_args.served_model_name) or [vllm_args.model]
+    engine_args.served_model_name = served[0]
+    engine_args.enable_log_requests = False
+    if engine_args.enable_prefix_caching is None:
+        engine_args.enable_prefix_caching = True
+    if not args.enable_multimodal:
+        engine_args.language_model_only = True
+
+    loras = tuple(_lora_module(text) for text in args.lora_modules)
+    if loras and not engine_args.enable_lora:
+        raise StartupError("--lora-modules needs --enable-lora")
+    component, endpoint = "backend", "generate"
+    if runtime.endpoint is not None:
+        runtime.namespace, component, endpoint = parse_endpoint(runtime.endpoint)
+    options = worker_options(args)
+    worker = WorkerConfig.from_runtime_config(
+        runtime,
+        model_name=vllm_args.model,
+        served_model_name=served[0],
+        component=component,
+        endpoint=endpoint,
+        disaggregation_mode=DisaggregationMode.AGGREGATED,
+        custom_jinja_template=_template(runtime.custom_jinja_template),
+        metrics_labels=[("model", served[0])],
+        **_media_decoding(args.frontend_decoding),
+    )
+    return Config(
+        options=options,
+        engine_args=engine_args,
+        worker=worker,
+        served_names=tuple(served),
+        frontend_decoding=args.frontend_decoding,
+        lora_modules=loras,
+        runtime=runtime,
+    )
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    import os
+
+    full = Path(os.path.expandvars(path)).expanduser()
+    if not full.is_file():
+        raise StartupError(f"--custom-jinja-template {full}: no such file")
+    return str(full)
+
+
+def _lora_module(text: str) -> LoraModule:
+    name, sign, path = text.partition("=")
+    if not (name and sign and path):
+        raise StartupError(f"--lora-modules {text!r}: expected NAME=PATH")
+    if not Path(path).is_dir():
+        raise StartupError(f"--lora-modules {name}: {path} is not a folder")
+    return LoraModule(name, path)
+
+
+def _media_decoding(enabled: bool) -> dict[str, Any]:
+    """What the card says about decoding in the Rust frontend."""
+    if not enabled:
+        return {}
+    import os
+
+    from dynamo.common.utils.media_decoder import (
+        build_frontend_image_decoder_options,
+        enable_frontend_video_decoding,
+    )
+    from dynamo.llm import MediaDecoder, MediaFetcher
+
+    decoder = MediaDecoder()
+    decoder.enable_image(build_frontend_image_decoder_options())
+    enable_frontend_video_decoding(decoder)
+    fetcher = MediaFetcher()
+    fetcher.timeout_ms(30_000)
+    allow_internal = os.environ.get("DYN_MM_ALLOW_INTERNAL", "0") == "1"
+    fetcher.allow_direct_ip(allow_internal)
+    fetcher.allow_direct_port(allow_internal)
+    return {"media_decoder": decoder, "media_fetcher": fetcher}

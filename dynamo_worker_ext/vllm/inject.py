@@ -1,0 +1,353 @@
+"""vLLM's side of the media policy: what its processor cache holds, and how items get into it.
+
+vLLM keeps a cache of processed items in the worker process (P0) that mirrors one in the engine
+core (P1); an item that P0 holds is sent to the core by hash alone. Everything here that changes
+P0 runs on the renderer's own single thread, on which vLLM's processor changes it too, and touches
+items in vLLM's order, so that the two caches evict the same.
+
+vLLM's own ``InputProcessor.inject_into_mm_cache`` is not used: up to 0.33.0 it stores items
+without prompt updates, after which the same item fails as raw media, and it swallows every error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar, cast
+
+from vllm.multimodal.inputs import (
+    MultiModalFieldConfig,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor, ResolvedPromptUpdate
+
+from dynamo_worker_ext.errors import CacheMissError, InvalidTransferError, StrayPlaceholderError
+from dynamo_worker_ext.metrics import Metrics
+from dynamo_worker_ext.transfer.kwargs import KwargsItem
+from dynamo_worker_ext.vllm.prompts import placeholder_range, prompt_updates
+from dynamo_worker_ext.vllm.reference import ItemReference, learn_references
+from dynamo_worker_ext.wire import (
+    MODALITIES,
+    MediaItem,
+    MediaRequest,
+    Modality,
+    Transfer,
+)
+
+_T = TypeVar("_T")
+
+#: Where Hugging Face configs name the tokens that only stand for media.
+_MEDIA_TOKEN_FIELDS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
+    "media_placeholder_token_id",
+)
+
+
+def media_token_ids(hf_config: Any) -> frozenset[int]:
+    """The tokens that must not reach the engine without media, from a model's config."""
+    values = (getattr(hf_config, name, None) for name in _MEDIA_TOKEN_FIELDS)
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+
+
+class VllmMedia:
+    """One engine's processor cache and media limits. Lives in the worker process.
+
+    Args:
+        engine: the `AsyncLLM`.
+        metrics: where stages are measured.
+    """
+
+    def __init__(self, engine: Any, metrics: Metrics) -> None:
+        self._renderer = engine.renderer
+        self._metrics = metrics
+        config = engine.vllm_config.model_config
+        self.media_tokens = media_token_ids(config.hf_config)
+        self.limits: Mapping[Modality, int] = {}
+        self._references: dict[Modality, ItemReference] = {}
+        self._thread = _SingleThread(self._renderer._mm_executor)
+        # Whether the model's processor takes vLLM's own steps, so that one can be left out.
+        self._plain = False
+        multimodal = getattr(config, "multimodal_config", None)
+        self._cache_copies = getattr(multimodal, "mm_processor_cache_type", "lru") == "shm"
+        if config.is_multimodal_model and self._renderer.mm_processor is not None:
+            allowed = self._renderer.get_mm_processor().info.allowed_mm_limits
+            self.limits = {m: allowed[m] for m in MODALITIES if allowed.get(m)}
+
+    async def learn(self) -> None:
+        """Process one known item of each modality, to know what received items must look like."""
+        if self.limits:
+            processor = self._renderer.get_mm_processor()
+            self._plain = all(
+                getattr(type(processor), step) is getattr(BaseMultiModalProcessor, step)
+                for step in ("apply", "_cached_apply_hf_processor", "_maybe_apply_prompt_updates")
+            )
+            self._references = await self._on_renderer(
+                lambda: learn_references(processor, list(self.limits))
+            )
+
+    # EngineMedia, as `dynamo_worker_ext.ingest` sees an engine.
+
+    def holds(self, mm_hash: str) -> bool:
+        cache = self._renderer.mm_processor_cache
+        return cache is not None and cache.is_cached_item(mm_hash)
+
+    def convert(self, item: MediaItem, payload: KwargsItem) -> MultiModalKwargsItem:
+        reference = self._references.get(item.modality)
+        if reference is None:
+            raise InvalidTransferError(
+                f"this model takes no pre-processed {item.modality}", reason="invalid_type"
+            )
+        reference.check(payload, item)
+        return MultiModalKwargsItem(
+            {
+                name: MultiModalFieldElem(
+                    data=field.data,
+                    field=getattr(MultiModalFieldConfig, field.kind)(
+                        item.modality, **field.options
+                    ).field,
+                )
+                for name, field in payload.fields.items()
+            }
+        )
+
+    # Engine inputs.
+
+    async def from_transfer(
+        self,
+        token_ids: Sequence[int],
+        transfer: Transfer,
+        payloads: Sequence[MultiModalKwargsItem | None],
+        *,
+        resend: bool = False,
+    ) -> dict[str, Any]:
+        """Enter received items into the cache and make an engine input of them.
+
+        Args:
+            token_ids: the prompt before expansion.
+            transfer: the items and the expanded prompt.
+            payloads: aligned with the items; None for one that the cache holds.
+            resend: send every payload to the core, whatever P0 believes that it holds.
+
+        Raises:
+            CacheMissError: an item that was held is gone; nothing was changed.
+            StrayPlaceholderError: the prompt holds a media token outside of the placeholders.
+        """
+        tokens = transfer.expanded_token_ids
+        self._check_stray(tokens, [item.placeholder for item in transfer.items])
+        # What the cache holds already has its updates.
+        held = all(payload is None for payload in payloads)
+        updates = None if held else prompt_updates(token_ids, transfer)
+        with self._metrics.stage("inject"):
+            kwargs = await self._on_renderer(
+                lambda: self._admit(transfer.items, payloads, updates, resend),
+                inline=held or not self._cache_copies,
+            )
+        mm_kwargs: dict[str, list[Any]] = {}
+        mm_hashes: dict[str, list[str]] = {}
+        mm_placeholders: dict[str, list[PlaceholderRange]] = {}
+        for item, data in zip(transfer.items, kwargs, strict=True):
+            mm_kwargs.setdefault(item.modality, []).append(data)
+            mm_hashes.setdefault(item.modality, []).append(item.mm_hash)
+            mm_placeholders.setdefault(item.modality, []).append(
+                placeholder_range(item.placeholder)
+            )
+        return {
+            "type": "multimodal",
+            "prompt_token_ids": tokens,
+            "mm_kwargs": mm_kwargs,
+            "mm_hashes": mm_hashes,
+            "mm_placeholders": mm_placeholders,
+            "arrival_time": time.time(),
+        }
+
+    async def from_raw(
+        self, request: MediaRequest, raw: Mapping[Modality, Sequence[Any]]
+    ) -> dict[str, Any]:
+        """Have vLLM process raw media; None among it stands for an item that the cache holds.
+
+        Raises:
+            CacheMissError: an item that was held is gone.
+            StrayPlaceholderError: the prompt holds a media token that no item belongs to.
+            ValueError: vLLM refuses the media.
+        """
+        if self._plain and all(item is None for items in raw.values() for item in items):
+            with self._metrics.stage("inject"):
+                return await self._on_renderer(lambda: self._held_input(request, raw), inline=True)
+        prompt: dict[str, Any] = {
+            "prompt_token_ids": list(request.token_ids),
+            "multi_modal_data": {modality: list(items) for modality, items in raw.items()},
+        }
+        uuids = {m: list(ids) for m in raw if (ids := request.identities(m)) is not None}
+        if uuids:
+            prompt["multi_modal_uuids"] = uuids
+        if request.mm_processor_kwargs:
+            prompt["mm_processor_kwargs"] = dict(request.mm_processor_kwargs)
+        if request.media_io_kwargs:
+            prompt["media_io_kwargs"] = dict(request.media_io_kwargs)
+        with self._metrics.stage("process"):
+            try:
+                result = await self._renderer.process_for_engine_async(prompt, time.time())
+            except (ValueError, AssertionError):
+                # vLLM has no type of its own for "not in the cache and no data given".
+                gone = [
+                    mm_hash
+                    for modality, items in raw.items()
+                    for item, mm_hash in zip(items, uuids.get(modality, items), strict=True)
+                    if item is None and not self.holds(str(mm_hash))
+                ]
+                if gone:
+                    raise CacheMissError(gone) from None
+                raise
+        placed = [p for ranges in result["mm_placeholders"].values() for p in ranges]
+        self._check_stray(result["prompt_token_ids"], placed)
+        return cast(dict[str, Any], result)
+
+    def _held_input(self, request: MediaRequest, modalities: Iterable[Modality]) -> dict[str, Any]:
+        """The engine input of raw media that the cache holds. On the renderer's thread.
+
+        These are the steps of vLLM's processor without the one that costs milliseconds: vLLM
+        0.31.0 calls the Hugging Face processor on a dummy text even where no data is left.
+        """
+        hashes = {m: [str(h) for h in request.identities(m) or ()] for m in modalities}
+        cache = self._renderer.mm_processor_cache
+        gone = [h for of_modality in hashes.values() for h in of_modality if not self.holds(h)]
+        if gone:
+            raise CacheMissError(gone)
+        processor = self._renderer.get_mm_processor()
+        kwargs, updates = processor._merge_mm_kwargs(
+            cache,
+            mm_hashes=hashes,
+            mm_is_cached={m: [True] * len(h) for m, h in hashes.items()},
+            mm_missing_kwargs={},
+            mm_missing_prompt_updates={},
+        )
+        tokens, placed = processor._apply_prompt_updates(
+            processor._postprocess_prompt(list(request.token_ids)), updates
+        )
+        for modality, of_modality in hashes.items():
+            if len(found := placed.get(modality, ())) != len(of_modality):
+                raise ValueError(
+                    f"{len(of_modality)} {modality}(s), but {len(found)} placeholder(s) for them"
+                )
+        self._renderer.update_mm_cache_stats()
+        ranges = {m: [one.to_range() for one in found] for m, found in placed.items()}
+        self._check_stray(tokens, [p for of_modality in ranges.values() for p in of_modality])
+        return {
+            "type": "multimodal",
+            "prompt_token_ids": tokens,
+            "mm_kwargs": kwargs,
+            "mm_hashes": hashes,
+            "mm_placeholders": ranges,
+            "arrival_time": time.time(),
+        }
+
+    def from_text(self, request: MediaRequest) -> dict[str, Any]:
+        """A prompt without media.
+
+        Raises:
+            StrayPlaceholderError: it holds a media token.
+        """
+        self._check_stray(request.token_ids, ())
+        return {
+            "type": "token",
+            "prompt_token_ids": list(request.token_ids),
+            "arrival_time": time.time(),
+        }
+
+    def _check_stray(self, tokens: Sequence[int], placed: Sequence[Any]) -> None:
+        text: list[int] = []
+        at = 0
+        for where in sorted(placed, key=lambda one: one.offset):
+            text += tokens[at : where.offset]
+            at = where.offset + where.length
+        text += tokens[at:]
+        if self.media_tokens.isdisjoint(text):
+            return
+        stray = [token for token in text if token in self.media_tokens]
+        raise StrayPlaceholderError(
+            f"the prompt holds {len(stray)} token(s) {sorted(set(stray))} that stand for media, "
+            "but the request carries no media for them"
+        )
+
+    def _admit(
+        self,
+        items: Sequence[MediaItem],
+        payloads: Sequence[MultiModalKwargsItem | None],
+        updates: Sequence[ResolvedPromptUpdate] | None,
+        resend: bool,
+    ) -> list[MultiModalKwargsItem | None]:
+        """Give each item to P0, take what is to be sent to the core. On the renderer's thread."""
+        cache = self._renderer.mm_processor_cache
+        if cache is None:
+            return list(payloads)
+        gone = [
+            item.mm_hash
+            for item, payload in zip(items, payloads, strict=True)
+            if payload is None and not cache.is_cached_item(item.mm_hash)
+        ]
+        if gone:
+            raise CacheMissError(gone)
+        if resend:
+            for item in items:
+                cache.invalidate(item.mm_hash)
+        # As vLLM does: first touch all, so that entering one does not evict another.
+        for item in items:
+            cache.touch_sender_cache_item(item.mm_hash)
+        result: list[MultiModalKwargsItem | None] = []
+        for i, (item, payload) in enumerate(zip(items, payloads, strict=True)):
+            if payload is not None and updates is None and not cache.is_cached_item(item.mm_hash):
+                # Without prompt updates an entry would break the same item as raw media.
+                result.append(payload)
+                continue
+            if payload is None and not cache.is_cached_item(item.mm_hash):
+                # The cache is smaller than this one request.
+                raise CacheMissError([item.mm_hash])
+            entry = None if payload is None else (payload, [updates[i]] if updates else [])
+            data, _ = cache.get_and_update_item(entry, item.mm_hash)
+            result.append(data)
+        self._renderer.update_mm_cache_stats()
+        return result
+
+    async def _on_renderer(self, call: Callable[[], _T], *, inline: bool = False) -> _T:
+        """Run what touches P0, not at the same time as anything else that does.
+
+        Args:
+            inline: run it here where nothing can be in its way: the hop to the thread and back
+                costs more than a short call.
+        """
+        if inline and self._thread.is_idle():
+            return call()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._renderer._mm_executor, call)
+
+
+class _SingleThread:
+    """Watches an executor of one thread, to know when nothing runs or waits there.
+
+    A call that was given up by whoever awaited it counts until it is over. Who asks on the event
+    loop may rely on the answer until the next await: only the loop submits.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._pending: set[Future[Any]] = set()
+        submit = executor.submit
+
+        def watched(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future = submit(call, *args, **kwargs)
+            self._pending.add(future)
+            future.add_done_callback(self._pending.discard)
+            return future
+
+        executor.submit = watched  # type: ignore[method-assign]
+
+    def is_idle(self) -> bool:
+        return not self._pending

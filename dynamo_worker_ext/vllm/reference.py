@@ -1,0 +1,216 @@
+"""What a received item must look like, learned from the model's own processor.
+
+vLLM's engine core trusts processed tensors: one with a missing field, another shape or a grid
+that does not match its patches ends the core for everybody. So before a received item is let in
+it is compared with items that this worker's processor made itself at start-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from vllm.config.multimodal import (
+    AudioDummyOptions,
+    MultiModalDummyOptions,
+    VideoDummyOptions,
+)
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
+
+from dynamo_worker_ext.errors import InvalidTransferError
+from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
+from dynamo_worker_ext.wire import MediaItem, Modality
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldReference:
+    """One field of a processed item.
+
+    Attributes:
+        kind: how vLLM batches it: ``batched``, ``flat`` or ``shared``.
+        dtype: of its tensor, or None where the field is no single tensor.
+        shape: of its tensor; None for a dimension that depends on the item.
+    """
+
+    kind: str
+    dtype: torch.dtype | None
+    shape: tuple[int | None, ...]
+
+    def check(self, name: str, field: KwargsField) -> None:
+        if field.kind != self.kind:
+            raise _mismatch(f"{name} is a {self.kind} field, got {field.kind}")
+        if self.dtype is None:
+            return
+        data = field.data
+        if not isinstance(data, torch.Tensor):
+            raise _mismatch(f"{name} is a tensor, got {type(data).__name__}")
+        if data.dtype != self.dtype and not (
+            data.dtype.is_floating_point and self.dtype.is_floating_point
+        ):
+            raise _mismatch(f"{name} is {self.dtype}, got {data.dtype}")
+        if len(data.shape) != len(self.shape) or any(
+            want is not None and want != got
+            for want, got in zip(self.shape, data.shape, strict=True)
+        ):
+            want = ["any" if d is None else str(d) for d in self.shape]
+            raise _mismatch(f"{name} has shape [{', '.join(want)}], got {list(data.shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ItemReference:
+    """One modality's processed item.
+
+    Attributes:
+        fields: by name; an item has exactly these.
+        merge: patches that become one token, for models with a ``*_grid_thw`` field; else None.
+    """
+
+    fields: Mapping[str, FieldReference]
+    merge: int | None
+
+    def check(self, payload: KwargsItem, item: MediaItem) -> None:
+        """Compare a received item.
+
+        Raises:
+            InvalidTransferError: with reason ``invalid_type``; it says what differs.
+        """
+        if payload.fields.keys() != self.fields.keys():
+            raise _mismatch(
+                f"{item.modality} has the fields {sorted(self.fields)}, got "
+                f"{sorted(payload.fields)}"
+            )
+        for name, reference in self.fields.items():
+            reference.check(name, payload.fields[name])
+        self._check_grid(payload, item)
+
+    def _check_grid(self, payload: KwargsItem, item: MediaItem) -> None:
+        for name, field in payload.fields.items():
+            if not name.endswith("_grid_thw") or not isinstance(field.data, torch.Tensor):
+                continue
+            grid = [int(n) for n in field.data.flatten().tolist()]
+            patches = 1
+            for n in grid:
+                if not 0 < n < 2**24:
+                    raise _mismatch(f"{name} is {grid}")
+                patches *= n
+            pixels = payload.fields.get(_PIXELS.get(name, ""))
+            if pixels is not None and isinstance(pixels.data, torch.Tensor):
+                have = pixels.data.shape[0]
+                if have != patches:
+                    raise _mismatch(f"{name} {grid} needs {patches} patches, got {have}")
+            if self.merge:
+                where = item.placeholder
+                embeds = where.length if where.is_embed is None else sum(where.is_embed)
+                if patches % self.merge or patches // self.merge != embeds:
+                    raise _mismatch(
+                        f"{name} {grid} makes {patches / self.merge:g} embeddings, but the "
+                        f"placeholder has room for {embeds}"
+                    )
+
+
+#: Which pixels a grid describes. Source: vLLM 0.31.0's Qwen-VL models.
+_PIXELS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
+
+
+def learn_references(
+    processor: Any, modalities: Sequence[Modality]
+) -> dict[Modality, ItemReference]:
+    """Process two small items of each modality and compare them. Blocks; takes milliseconds.
+
+    Args:
+        processor: the engine's own multimodal processor.
+        modalities: those that the engine takes.
+
+    Returns:
+        By modality; one that the processor cannot make an item of is left out, with a warning:
+        its pre-processed media is then not taken.
+    """
+    config = processor.info.ctx.model_config.hf_config
+    vision = getattr(config, "vision_config", None)
+    merge = getattr(vision, "spatial_merge_size", None)
+    result: dict[Modality, ItemReference] = {}
+    for modality in modalities:
+        try:
+            small, large = (_example(processor, modality, scale) for scale in (1, 2))
+        except Exception as error:  # whatever a model's processor may raise
+            log.warning(
+                "this model's processor made no example %s (%s: %s); pre-processed %ss are not "
+                "taken, raw ones are",
+                modality,
+                type(error).__name__,
+                error,
+                modality,
+            )
+            continue
+        result[modality] = ItemReference(
+            fields=_compare(small, large),
+            merge=merge**2 if isinstance(merge, int) else None,
+        )
+    return result
+
+
+def _example(processor: Any, modality: Modality, scale: int) -> Any:
+    """One processed item; images are of 112 x 56 pixels times `scale`."""
+    counts = {modality: 1}
+    if modality == "image":
+        size = (112 * scale, 56 * scale)
+        data: Any = {"image": [Image.new("RGB", size, (90, 120, 60 * scale))]}
+    else:
+        # What makes a valid video or audio is the model's affair; its own builder knows.
+        options = MultiModalDummyOptions(
+            video=VideoDummyOptions(count=1, num_frames=2 * scale, width=112, height=112),
+            audio=AudioDummyOptions(count=1, length=16_000 * scale),
+        )
+        longest = processor.info.ctx.model_config.max_model_len
+        data = processor.dummy_inputs.get_dummy_mm_data(longest, counts, options)
+    text = processor.dummy_inputs.get_dummy_text(counts)
+    tokens = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
+    output = processor.apply(
+        ProcessorInputs(
+            prompt=list(tokens),
+            mm_data_items=processor.info.parse_mm_data(data, validate=False),
+        ),
+        TimingContext(enabled=False),
+    )
+    return output["mm_kwargs"][modality][0]
+
+
+def _compare(small: Any, large: Any) -> dict[str, FieldReference]:
+    """What two items of different size have in common."""
+    # Some builders make one size whatever they are asked for: then nothing is known of the first
+    # dimension, the one that grows with an item.
+    same_size = all(_shape(small[name].data) == _shape(large[name].data) for name in small)
+    result = {}
+    for name in small:
+        kind = _KINDS[type(small[name].field).__name__]
+        a, b = _shape(small[name].data), _shape(large[name].data)
+        if a is None or b is None or len(a) != len(b):
+            result[name] = FieldReference(kind, None, ())
+            continue
+        shape = [m if m == n else None for m, n in zip(a, b, strict=True)]
+        if same_size and len(shape) > 1:
+            shape[0] = None
+        result[name] = FieldReference(kind, small[name].data.dtype, tuple(shape))
+    return result
+
+
+def _shape(data: Any) -> tuple[int, ...] | None:
+    return tuple(data.shape) if isinstance(data, torch.Tensor) else None
+
+
+_KINDS = {
+    "MultiModalBatchedField": "batched",
+    "MultiModalFlatField": "flat",
+    "MultiModalSharedField": "shared",
+}
+
+
+def _mismatch(message: str) -> InvalidTransferError:
+    return InvalidTransferError(message, reason="invalid_type")

@@ -1,0 +1,52 @@
+"""KV cache use of each rank, for the SDK's gauges and the router's idea of the load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamo.common.backend.publisher import ComponentSnapshot
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+
+class Snapshots:
+    """Hands what the engine records to the SDK, once the SDK has said where to.
+
+    Attributes:
+        publisher: the SDK's ``SnapshotPublisher``, or None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.publisher: Any = None
+
+    def logger(self, vllm_config: Any, rank: int = 0) -> StatLoggerBase:
+        """A stat logger for one rank, in the form `AsyncLLM` asks for."""
+        return _Logger(self, vllm_config, rank)
+
+
+class _Logger(StatLoggerBase):
+    def __init__(self, snapshots: Snapshots, vllm_config: Any, engine_index: int = 0) -> None:
+        self._snapshots = snapshots
+        self._config = vllm_config
+        self._rank = engine_index
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kw: Any) -> None:
+        publisher = self._snapshots.publisher
+        if scheduler_stats is None or publisher is None:
+            return
+        blocks = self._config.cache_config.num_gpu_blocks or 0
+        prefix = scheduler_stats.prefix_cache_stats
+        publisher.publish(
+            self._rank,
+            ComponentSnapshot(
+                kv_used_blocks=int(scheduler_stats.kv_cache_usage * blocks),
+                kv_total_blocks=blocks,
+                gpu_cache_usage=scheduler_stats.kv_cache_usage,
+                dp_rank=self._rank,
+                kv_cache_hit_rate=(
+                    prefix.hits / prefix.queries if prefix and prefix.queries else None
+                ),
+            ),
+        )
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the worker logs its card."""
