@@ -1,0 +1,117 @@
+"""Start a worker that also writes down how long each request takes to reach the engine.
+
+    python tests/bench/timed_worker.py MODULE RECORD_FILE -- [arguments of the worker]
+
+MODULE is ``dynamo_worker_ext.vllm`` or ``dynamo.vllm``. The clock starts with the first step of
+the handler's ``generate`` and is read twice, at points that every request passes, also one whose
+media a worker leaves to vLLM unprocessed: where vLLM has the rendered engine input before it, and
+where it hands an ``EngineCoreRequest`` to its engine core. One line of JSON a request:
+``{"request_id", "input_seconds", "seconds"}``. Runs in the worker process; the engine core, a
+process of its own, is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import runpy
+import sys
+import threading
+import time
+from typing import Any, Final, TextIO
+
+#: Module and class whose ``generate`` Dynamo calls.
+HANDLERS: Final = {
+    "dynamo_worker_ext.vllm": ("dynamo_worker_ext.worker", "Worker"),
+    "dynamo.vllm": ("dynamo.vllm.handlers", "DecodeWorkerHandler"),
+}
+
+
+class Stream:
+    """A handler's stream, to be noticed when it takes its first step.
+
+    No generator around it: throughput is measured here as well.
+    """
+
+    def __init__(self, stream: Any, request_id: str, started: dict[str, float]) -> None:
+        self._stream = stream
+        self._request_id: str | None = request_id
+        self._started = started
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    def __anext__(self) -> Any:
+        if self._request_id is not None:
+            self._started[self._request_id] = time.perf_counter()
+            self._request_id = None
+        return self._stream.__anext__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def time_requests(module: str, record: TextIO) -> None:
+    """Wrap the handler of `module`, and in vLLM the two points."""
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    where, name = HANDLERS[module]
+    handler = getattr(importlib.import_module(where), name)
+    generate, process = handler.generate, InputProcessor.process_inputs
+    validate, submit = InputProcessor._validate_model_inputs, AsyncMPClient.add_request_async
+    started: dict[str, float] = {}
+    rendered: dict[str, float] = {}
+    thread = threading.local()
+
+    @functools.wraps(generate)
+    def timed_generate(self: Any, request: Any, context: Any) -> Stream:
+        return Stream(generate(self, request, context), context.id(), started)
+
+    @functools.wraps(process)
+    def timed_process(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        thread.request_id = request_id
+        return process(self, request_id, *args, **kwargs)
+
+    # vLLM 0.31.0 renders raw prompts inside of `process_inputs`; this is what comes next.
+    @functools.wraps(validate)
+    def timed_validate(self: Any, *args: Any, **kwargs: Any) -> None:
+        rendered[thread.request_id] = time.perf_counter()
+        validate(self, *args, **kwargs)
+
+    @functools.wraps(submit)
+    async def timed_submit(self: Any, request: Any) -> None:
+        now = time.perf_counter()
+        await submit(self, request)
+        # vLLM adds a suffix to the id that it was given.
+        request_id = request.external_req_id
+        start, at_input = started.pop(request_id, None), rendered.pop(request_id, None)
+        if start is None or at_input is None:
+            return  # the worker's own, at start-up
+        line = {
+            "request_id": request_id,
+            "input_seconds": at_input - start,
+            "seconds": now - start,
+        }
+        record.write(json.dumps(line) + "\n")
+        record.flush()
+
+    handler.generate = timed_generate
+    InputProcessor.process_inputs = timed_process
+    InputProcessor._validate_model_inputs = timed_validate
+    AsyncMPClient.add_request_async = timed_submit
+
+
+def main() -> None:
+    module, path, separator, *arguments = sys.argv[1:]
+    if separator != "--" or module not in HANDLERS:
+        sys.exit(f"usage: timed_worker.py {{{','.join(HANDLERS)}}} RECORD_FILE -- [arguments]")
+    record = open(path, "a", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    time_requests(module, record)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

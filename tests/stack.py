@@ -1,0 +1,683 @@
+"""A real deployment on loopback: Dynamo's frontends and real workers, in subprocesses.
+
+Everything a stack makes (processes, ports, discovery files, segments) is gone when its context
+ends, also after a failure. Discovery is a folder, so nothing else has to run.
+
+    with Stack(model, folder, {"vllm": FrontendSpec()}, workers=2) as stack:
+        seen = stack.ask("vllm", [part(uri), "Describe it"])
+        assert seen.outcome == "received"
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from tests.counted_worker import PROCESSED
+from tests.snapshot import Snapshot
+
+ROOT = Path(__file__).parents[1]
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 60.0
+
+BLOCK = 32
+
+#: What makes Dynamo and vLLM keep to loopback, this CPU and the files at hand.
+BASE_ENV: Mapping[str, str] = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "DYN_DISCOVERY_BACKEND": "file",
+    "DYN_REQUEST_PLANE": "tcp",
+    "DYN_EVENT_PLANE": "zmq",
+    "DYN_TCP_RPC_HOST": "127.0.0.1",
+    "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+    "DYN_EVENT_PLANE_HOST": "127.0.0.1",
+    "DYN_SYSTEM_HOST": "127.0.0.1",
+    "DYN_MM_ALLOW_INTERNAL": "1",
+    "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
+    "NO_COLOR": "1",
+}
+
+#: Engine arguments of the tiny models.
+WORKER_ARGS = (
+    "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "8192",
+    "--max-num-batched-tokens", "8192", "--max-num-seqs", "16", "--block-size", str(BLOCK),
+    "--limit-mm-per-prompt", '{"image":3,"video":1}', "--skip-mm-profiling", "--seed", "0",
+)  # fmt: skip
+
+#: Nothing here goes through a proxy that the environment may name.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+_taken: set[int] = set()
+
+
+def free_port() -> int:
+    """A free TCP port that Dynamo can use: its system port is a signed 16-bit number."""
+    while True:
+        port = 20_000 + int.from_bytes(os.urandom(2), "big") % 12_000
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in _taken:
+            _taken.add(port)
+            return port
+
+
+def _dying_with_parent() -> list[str]:
+    """Runs a command that is killed when the test process is, which then cleans up nothing."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
+    """Poll until `condition` is true, and return what it gave.
+
+    Raises:
+        AssertionError: it is still false after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"after {timeout:g} s still not: {what}"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass
+class Process:
+    """One process of a stack, in a session of its own.
+
+    Attributes:
+        name: for messages and the log's name.
+        url: where its HTTP server listens.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log: Path
+    url: str
+    popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        # What this shell has set for Dynamo is not what is tested here.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("DYN", "VLLM_"))}
+        with self.log.open("ab") as out:
+            self.popen = subprocess.Popen(
+                [*_dying_with_parent(), *self.argv], cwd=ROOT, env={**inherited, **self.env},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Signal this process alone, as an orchestrator does."""
+        if self.alive:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float) -> int:
+        """Its exit status.
+
+        Raises:
+            AssertionError: it still runs.
+        """
+        assert self.popen is not None
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"{self.name} still runs after {timeout:g} s:\n{self.tail()}"
+            ) from None
+
+    def members(self) -> dict[int, str]:
+        """Living processes of its session by pid, with their names."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            except OSError:
+                continue
+            state, _, _, session = rest.split()[:4]
+            if int(session) == self.pid and state != "Z":
+                found[int(entry.name)] = name
+        return found
+
+    def end(self, deadline: float) -> None:
+        """Wait until `deadline` for an orderly end, then kill what is left of the session."""
+        if self.popen is None:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(max(0.1, deadline - time.monotonic()))
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait()
+
+    def get(self, path: str, timeout: float = 30.0) -> tuple[int, str]:
+        """HTTP GET: status and body; (0, reason) where nobody answers."""
+        try:
+            with _OPENER.open(self.url + path, timeout=timeout) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def metrics(self) -> Snapshot:
+        status, text = self.get("/metrics")
+        assert status == 200, f"{self.name}: /metrics answered {status}: {text}\n{self.tail()}"
+        return Snapshot.parse(text)
+
+    def tail(self, lines: int = 40) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass
+class Answer:
+    """A chat answer.
+
+    Attributes:
+        status: HTTP status.
+        body: decoded JSON, or the text where it is none.
+        seconds: from request to the last byte.
+    """
+
+    status: int
+    body: Any
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        assert self.status == 200, f"{self.status}: {self.body}"
+        return str(self.body["choices"][0]["message"]["content"])
+
+    @property
+    def usage(self) -> Mapping[str, Any]:
+        assert self.status == 200, f"{self.status}: {self.body}"
+        usage: Mapping[str, Any] = self.body["usage"]
+        return usage
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.usage["prompt_tokens"])
+
+    @property
+    def cached_tokens(self) -> int:
+        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """All full blocks of the prompt; the last token is always computed."""
+        return (self.prompt_tokens - 1) // BLOCK * BLOCK
+
+
+@dataclass
+class Seen:
+    """An answer, with what it made the deployment count.
+
+    Attributes:
+        answer: what the client got.
+        frontend: what the frontend's ``/metrics`` rose by.
+        workers: what each worker's rose by.
+    """
+
+    answer: Answer
+    frontend: Snapshot = field(repr=False)
+    workers: Sequence[Snapshot] = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        return self.answer.text
+
+    @property
+    def outcomes(self) -> dict[str, float]:
+        """Requests by outcome, over all workers."""
+        result: dict[str, float] = {}
+        for worker in self.workers:
+            for outcome, count in worker.by("outcome", "dynamo_worker_ext_requests_total").items():
+                result[outcome] = result.get(outcome, 0) + count
+        return result
+
+    @property
+    def outcome(self) -> str:
+        """The outcome of the one request."""
+        outcomes = self.outcomes
+        assert list(outcomes.values()) == [1], outcomes
+        return next(iter(outcomes))
+
+    @property
+    def worker(self) -> int:
+        """Who served it."""
+        served = [
+            number
+            for number, worker in enumerate(self.workers)
+            if worker.total("dynamo_worker_ext_requests_total")
+        ]
+        assert len(served) == 1, f"served by {served}"
+        return served[0]
+
+    def total(self, name: str, **labels: str) -> float:
+        """A series over all workers."""
+        return sum(worker.total(name, **labels) for worker in self.workers)
+
+    @property
+    def items(self) -> dict[str, float]:
+        """Media items by where the engine had them from."""
+        served = self.workers[self.worker]
+        return served.by("source", "dynamo_worker_ext_mm_items_total")
+
+    @property
+    def received_bytes(self) -> float:
+        return self.total("dynamo_worker_ext_mm_received_bytes_total")
+
+    @property
+    def processed_images(self) -> float:
+        """Images that went through the HF processor in a worker."""
+        return self.total(PROCESSED)
+
+    @property
+    def predicted_tokens(self) -> float:
+        """Cached tokens that the router expected the chosen worker to have."""
+        return self.frontend.total("dynamo_component_router_kv_selected_cached_prefix_tokens_total")
+
+
+class Stream:
+    """A streamed chat request, read by a thread of its own.
+
+    Attributes:
+        status: HTTP status; 0 before there is one, and where the connection broke.
+        text: what has come so far.
+        error: what came instead of an answer or in the middle of it; None for a whole answer.
+    """
+
+    def __init__(self, url: str, body: Mapping[str, Any]) -> None:
+        self.status = 0
+        self.text = ""
+        self.error: str | None = "the stream has not ended"
+        self._begun = threading.Event()
+        host, _, port = url.removeprefix("http://").partition(":")
+        self._connection = http.client.HTTPConnection(host, int(port), timeout=180)
+        self._connection.connect()
+        self._socket = self._connection.sock
+        self._thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+        self._thread.start()
+
+    def wait_begun(self, timeout: float = 60.0) -> Self:
+        """Until the first text is there.
+
+        Raises:
+            AssertionError: nothing came, or an error.
+        """
+        assert self._begun.wait(timeout), f"nothing came within {timeout:g} s"
+        assert self.text, f"{self.status}: {self.error}"
+        return self
+
+    def wait_ended(self, timeout: float = 90.0) -> Self:
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), f"the stream still runs after {timeout:g} s"
+        return self
+
+    def disconnect(self) -> None:
+        """Go away, as a client does whose user has closed the window."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.wait_ended()
+
+    def _run(self, body: Mapping[str, Any]) -> None:
+        headers = {"Content-Type": "application/json"}
+        try:
+            self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            answer = self._connection.getresponse()
+            self.status = answer.status
+            self.error = self._read(answer)
+        except (OSError, http.client.HTTPException) as error:
+            self.error = repr(error)
+        finally:
+            self._connection.close()
+            self._begun.set()
+
+    def _read(self, answer: http.client.HTTPResponse) -> str | None:
+        """Take the events; what was wrong, if anything was."""
+        if answer.status != 200:
+            return answer.read().decode(errors="replace")
+        failed = False
+        for raw in answer:
+            line = raw.decode(errors="replace").strip()
+            failed |= line == "event: error"
+            kind, _, data = line.partition(":")
+            if failed and data and kind in ("", "data"):
+                return data.strip()
+            if kind != "data":
+                continue
+            if data.strip() == "[DONE]":
+                return None
+            event = json.loads(data)
+            if "error" in event:
+                return str(event["error"])
+            for choice in event.get("choices", ()):
+                self.text += choice["delta"].get("content") or ""
+            if self.text:
+                self._begun.set()
+        return "the stream ended before its end"
+
+
+@dataclass
+class FrontendSpec:
+    """One of Dynamo's frontends.
+
+    Attributes:
+        processor: ``vllm`` for the Python chat processor, ``rust`` for the built-in one.
+        transfer: ``shm``, ``nixl`` or ``off``; only the chat processor transfers.
+        args: more of its command line.
+        wrap: what its command line is an argument of, such as ``unshare -m``.
+        mode: how it routes.
+    """
+
+    processor: str = "vllm"
+    transfer: str = "shm"
+    args: Sequence[str] = ()
+    wrap: Sequence[str] = ()
+    mode: str = "kv"
+
+    def env(self) -> dict[str, str]:
+        if self.transfer == "off":
+            return {"DYNAMO_DISABLE_NIXL_MM": "1"}
+        return {"DYNAMO_MM_TRANSFER": self.transfer}
+
+
+@dataclass
+class Stack:
+    """Frontends and workers over one discovery folder; use it as a context manager.
+
+    Attributes:
+        model: the model's folder.
+        folder: for logs and discovery; must be this stack's own.
+        frontends: by name.
+        workers: how many to start.
+        worker_args: appended to `WORKER_ARGS`.
+        worker_env: added to what every worker gets.
+        module: what a worker is; see `tests.counted_worker`.
+        served_name: what clients call the model.
+    """
+
+    model: Path
+    folder: Path
+    frontends: Mapping[str, FrontendSpec] = field(default_factory=lambda: {"vllm": FrontendSpec()})
+    workers: int = 2
+    worker_args: Sequence[str] = ()
+    worker_env: Mapping[str, str] = field(default_factory=dict)
+    module: str = "tests.counted_worker"
+    served_name: str = "tiny"
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.worker: list[Process] = []
+        self.frontend: dict[str, Process] = {}
+        self._ended: list[Process] = []
+        self._segments = _segments()
+
+    def __enter__(self) -> Self:
+        try:
+            for _ in range(self.workers):
+                self.add_worker()
+            for name, spec in self.frontends.items():
+                self.add_frontend(name, spec)
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {**BASE_ENV, "DYN_FILE_KV": str(self.folder / "store")}
+
+    def add_worker(
+        self,
+        *args: str,
+        wrap: Sequence[str] = (),
+        module: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Process:
+        """Start one more worker; `wait_ready` waits for it."""
+        number, port = len(self.worker), free_port()
+        process = Process(
+            name=f"worker{number}",
+            argv=[
+                *wrap, sys.executable, "-m", module or self.module, "--model", str(self.model),
+                "--served-model-name", self.served_name, *WORKER_ARGS, *self.worker_args, *args,
+            ],
+            env={
+                **self.env,
+                # Two cores: engines that spin on both starve each other.
+                "VLLM_CPU_OMP_THREADS_BIND": str(number % (os.cpu_count() or 1)),
+                "DYN_SYSTEM_PORT": str(port),
+                **self.worker_env,
+                **(env or {}),
+            },
+            log=self.folder / f"worker{number}.log",
+            url=f"http://127.0.0.1:{port}",
+        )  # fmt: skip
+        process.start()
+        self.worker.append(process)
+        return process
+
+    def add_frontend(self, name: str, spec: FrontendSpec) -> Process:
+        """Start one more frontend; `wait_ready` waits for it."""
+        port = free_port()
+        argv = [
+            *spec.wrap, sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1",
+            "--http-port", str(port), "--router-mode", spec.mode, *spec.args,
+        ]  # fmt: skip
+        if spec.processor == "vllm":
+            argv += ["--dyn-chat-processor", "vllm"]
+        process = Process(
+            name=f"frontend-{name}",
+            argv=argv,
+            env={**self.env, **spec.env()},
+            log=self.folder / f"frontend-{name}.log",
+            url=f"http://127.0.0.1:{port}",
+        )
+        process.start()
+        self.frontend[name] = process
+        return process
+
+    def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
+        """Wait until every worker serves and every frontend routes to all of them.
+
+        Raises:
+            AssertionError: with the end of the log of whoever is not ready.
+        """
+        deadline = time.monotonic() + timeout
+        for process in [*self.worker, *self.frontend.values()]:
+            if process in self._ended:
+                continue
+            is_ready = self._serves if process in self.worker else self._routes
+            while not is_ready(process):
+                assert process.alive, f"{process.name} ended:\n{process.tail()}"
+                late = time.monotonic() > deadline
+                assert not late, f"{process.name} is not ready:\n{process.tail()}"
+                time.sleep(0.2)
+
+    def _serves(self, worker: Process) -> bool:
+        return bool(self._discovered()) and worker.get("/health")[0] == 200
+
+    def _routes(self, frontend: Process) -> bool:
+        status, models = frontend.get("/v1/models")
+        if status != 200 or f'"{self.served_name}"' not in models:
+            return False
+        now, prefix = frontend.metrics(), "dynamo_component_router_"
+        return (
+            now.total(prefix + "worker_registered")
+            == now.total(prefix + "kv_zmq_ingress_sources", state="active")
+            == len(self._discovered())
+            == sum(worker.alive for worker in self.worker)
+        )
+
+    def ended(self, process: Process) -> None:
+        """From now on do without a process that a test has ended."""
+        self._ended.append(process)
+
+    def _discovered(self) -> set[str]:
+        """Hex ids of the workers that can be found."""
+        folder, prefix = self.folder / "store/v1/instances", quote("dynamo/backend/generate/", "")
+        found = folder.iterdir() if folder.exists() else ()
+        return {f.name.removeprefix(prefix) for f in found if f.name.startswith(prefix)}
+
+    def instance_id(self, worker: Process) -> str:
+        """The hex id that a live worker is registered under."""
+        (ids,) = {
+            dict(sample.labels)["worker_id"]
+            for sample in worker.metrics().named("dynamo_worker_ext_requests_in_flight")
+        }
+        return ids
+
+    def is_discovered(self, instance_id: str) -> bool:
+        return instance_id in self._discovered()
+
+    def ask(self, frontend: str, content: Any, **options: Any) -> Seen:
+        """One chat request to an idle deployment, and what came of it.
+
+        Returns when the frontend's router knows of the blocks that the request left cached.
+        """
+        workers = [worker for worker in self.worker if worker.alive]
+        front = self.frontend[frontend]
+        before = [worker.metrics() for worker in workers]
+        front_before = front.metrics()
+        answer = self.chat(frontend, content, **options)
+        new_blocks = 0
+        if answer.status == 200:
+            written = int(answer.usage["total_tokens"]) - 1
+            new_blocks = written // BLOCK - answer.cached_tokens // BLOCK
+
+        def look() -> Seen | None:
+            after = [worker.metrics() for worker in workers]
+            seen = Seen(
+                answer,
+                front.metrics() - front_before,
+                [new - old for new, old in zip(after, before, strict=True)],
+            )
+            told = seen.total("dynamo_worker_ext_kv_events_total", kind="stored")
+            known = seen.frontend.total(
+                "dynamo_component_kv_cache_events_applied_total", event_type="stored"
+            )
+            return seen if told == known and (told or not new_blocks) else None
+
+        seen: Seen = wait_for(look, "the router knows what the request left cached")
+        return seen
+
+    def chat(
+        self, frontend: str, content: Any, *, timeout: float = 120.0, **options: Any
+    ) -> Answer:
+        """One chat request that is not streamed, greedy unless `options` say otherwise.
+
+        Args:
+            content: a string, or content parts; a string among these is a text part.
+        """
+        return self.post(frontend, "/v1/chat/completions", self.body(content, **options), timeout)
+
+    def stream(self, frontend: str, content: Any, **options: Any) -> Stream:
+        """Begin a streamed chat request."""
+        body = {**self.body(content, **options), "stream": True}
+        return Stream(self.frontend[frontend].url, body)
+
+    def body(self, content: Any, **options: Any) -> dict[str, Any]:
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": p} if isinstance(p, str) else p for p in content]
+        return {
+            "model": self.served_name,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 8,
+            "temperature": 0,
+            # An end of text that comes by chance would make two answers equal.
+            "ignore_eos": True,
+            **options,
+        }
+
+    def post(self, frontend: str, path: str, body: Any, timeout: float = 120.0) -> Answer:
+        request = urllib.request.Request(
+            self.frontend[frontend].url + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        start = time.monotonic()
+        try:
+            with _OPENER.open(request, timeout=timeout) as answer:
+                status, raw = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            status, raw = error.code, error.read()
+        try:
+            decoded = json.loads(raw)
+        except ValueError:
+            decoded = raw.decode(errors="replace")
+        return Answer(status, decoded, time.monotonic() - start)
+
+    def total(self, name: str, **labels: str) -> float:
+        """A series summed over all live workers."""
+        return sum(w.metrics().total(name, **labels) for w in self.worker if w.alive)
+
+    def stop(self) -> None:
+        """Stop everything, then say what was left behind.
+
+        Raises:
+            AssertionError: a segment of ours is still there.
+        """
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        everyone = [*self.frontend.values(), *self.worker]
+        for process in everyone:
+            process.signal(signal.SIGTERM)
+        for process in everyone:
+            process.end(deadline)
+        shutil.rmtree(self.folder / "store", ignore_errors=True)
+        new = _segments() - self._segments
+        # A frontend that was killed leaves its own behind; nobody else may clean them up.
+        for process in everyone:
+            for name in [n for n in new if n.startswith(f"mm_kwargs_{process.pid}_")]:
+                new.remove(name)
+                Path("/dev/shm", name).unlink(missing_ok=True)
+        left = sorted(name for name in new if name.startswith("dwe_"))
+        assert not left, f"segments left behind: {left}"
+
+
+def _segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))

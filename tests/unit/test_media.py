@@ -1,0 +1,120 @@
+"""Raw media through Dynamo's loaders, and the cache in front of them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from dynamo_worker_ext.errors import MediaLoadError
+from dynamo_worker_ext.media import ContentCache, MediaLoader
+
+
+def picture(color: int = 0, side: int = 8) -> Image.Image:
+    return Image.new("RGB", (side, side), (color, 0, 0))
+
+
+def data_uri(color: int = 0, kind: str = "PNG") -> str:
+    buffer = io.BytesIO()
+    picture(color).save(buffer, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+@pytest.fixture
+def loader() -> MediaLoader:
+    return MediaLoader(frontend_decoding=False, cache_mb=1)
+
+
+async def test_images_are_decoded_in_order(loader: MediaLoader) -> None:
+    images = await loader.load("image", [{"Url": data_uri(c)} for c in (1, 2, 3)])
+    assert [image.getpixel((0, 0))[0] for image in images] == [1, 2, 3]
+
+
+async def test_a_data_uri_is_decoded_once(loader: MediaLoader) -> None:
+    (first,) = await loader.load("image", [{"Url": data_uri(7)}])
+    (second,) = await loader.load("image", [{"Url": data_uri(7)}])
+    assert second is first
+    assert loader.cache.statistics().hits == 1
+
+
+async def test_content_decides_and_not_position(loader: MediaLoader) -> None:
+    await loader.load("image", [{"Url": data_uri(7)}])
+    (other,) = await loader.load("image", [{"Url": data_uri(8)}])
+    assert other.getpixel((0, 0))[0] == 8
+
+
+@pytest.mark.parametrize(
+    ("item", "status"),
+    [
+        ({"Url": "data:image/png;base64,AAAA"}, 415),
+        ({"Url": "data:image/png;base64,%%%"}, 400),
+        ({"Url": "data:text/plain;base64,AAAA"}, 400),
+        ({"Url": "file:///etc/passwd"}, 400),
+        ({"Url": "ftp://127.0.0.1/x.png"}, 400),
+        ({"Url": "http://127.0.0.1:1/x.png"}, 400),
+        ({"Decoded": {}}, 400),
+        ({"UuidOnly": "mine"}, 400),
+        ({}, 400),
+    ],
+)
+async def test_what_cannot_be_loaded_is_the_clients_error(
+    loader: MediaLoader, item: dict[str, Any], status: int
+) -> None:
+    with pytest.raises(MediaLoadError) as caught:
+        await loader.load("image", [item])
+    assert caught.value.status == status
+    assert len(str(caught.value)) < 700
+
+
+async def test_dynamos_url_policy_stays_in_force(loader: MediaLoader) -> None:
+    # Loopback is refused unless DYN_MM_ALLOW_INTERNAL says otherwise.
+    with pytest.raises(MediaLoadError):
+        await loader.load("image", [{"Url": "http://127.0.0.1:80/x.png"}])
+
+
+async def test_a_data_uri_over_the_size_limit_is_413(
+    loader: MediaLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_MM_MAX_FILE_SIZE_MB", "1")
+    with pytest.raises(MediaLoadError, match="DYN_MM_MAX_FILE_SIZE_MB") as caught:
+        await loader.load("image", [{"Url": "data:image/png;base64," + "A" * 3_000_000}])
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("modality", ["video", "audio"])
+async def test_videos_and_audio_that_are_none_are_the_clients_error(
+    loader: MediaLoader, modality: Any
+) -> None:
+    with pytest.raises(MediaLoadError):
+        await loader.load(modality, [{"Url": f"data:{modality}/mp4;base64,AAAA"}])
+
+
+async def test_video_options_of_another_form_are_refused(loader: MediaLoader) -> None:
+    with pytest.raises(MediaLoadError, match="media_io_kwargs"):
+        await loader.load("video", [{"Url": "data:video/mp4;base64,AAAA"}], io_kwargs={"video": 1})
+
+
+def test_the_cache_is_bounded_in_bytes_and_forgets_the_oldest() -> None:
+    cache = ContentCache(3 * 8 * 8 * 3)
+    for key in (b"a", b"b", b"c"):
+        cache.put(key, picture())
+    assert cache.get(b"a") is not None
+    cache.put(b"d", picture())
+    assert cache.get(b"b") is None
+    assert cache.get(b"a") is not None
+    assert cache.statistics().bytes == 3 * 8 * 8 * 3
+
+
+def test_a_picture_larger_than_the_cache_is_not_kept() -> None:
+    cache = ContentCache(100)
+    cache.put(b"a", picture(side=64))
+    assert cache.statistics().entries == 0
+
+
+def test_a_cache_of_nothing_keeps_nothing() -> None:
+    cache = ContentCache(0)
+    cache.put(b"a", picture())
+    assert cache.get(b"a") is None
