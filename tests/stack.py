@@ -447,8 +447,10 @@ class Stack:
         self.frontend: dict[str, Process] = {}
         self._ended: list[Process] = []
         self._segments = _segments()
+        self._stopping = threading.Event()
 
     def __enter__(self) -> Self:
+        threading.Thread(target=self._keep_registered, daemon=True).start()
         try:
             for _ in range(self.workers):
                 self.add_worker()
@@ -538,6 +540,18 @@ class Stack:
                 late = time.monotonic() > deadline
                 assert not late, f"{process.name} is not ready:\n{process.tail()}"
                 time.sleep(0.2)
+
+    def _keep_registered(self) -> None:
+        """Spare everyone the end of a registration that nobody asked for.
+
+        Dynamo's file discovery (1.6.1) deletes what was not touched for 10 s, for good. A virtual
+        machine that is paused for that long, or whose clock is set, loses live workers by it.
+        """
+        while not self._stopping.wait(0.2):
+            later = time.time() + 60
+            for entry in (self.folder / "store").glob("v1/*/*"):
+                with suppress(FileNotFoundError):
+                    os.utime(entry, (later, later))
 
     def _serves(self, worker: Process) -> bool:
         return bool(self._discovered()) and worker.get("/health")[0] == 200
@@ -668,6 +682,7 @@ class Stack:
             process.signal(signal.SIGTERM)
         for process in everyone:
             process.end(deadline)
+        self._stopping.set()
         shutil.rmtree(self.folder / "store", ignore_errors=True)
         new = _segments() - self._segments
         # A frontend that was killed leaves its own behind; nobody else may clean them up.

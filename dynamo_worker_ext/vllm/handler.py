@@ -175,6 +175,7 @@ class VllmWorker(Worker):
             package_version=__version__,
             engine_version=engine_version,
             mm_hash_mode=mode,
+            mm_hash_hex_chars=mode.hex_chars,
             transports=tuple(self._receivers),
             host_id=host_identity(),
             modalities=tuple(self._media.limits),
