@@ -46,6 +46,7 @@ class WorkerCard:
             card is silent.
         mm_hash_hex_chars: characters of an ``mm_hash`` that the engine takes, 16 or 64.
         transports: ways in which it can receive pre-processed media, best first.
+        max_item_bytes: the largest payload of one item that it receives; None if it does not say.
         host_id: see `host_identity`; empty where shared memory cannot reach it.
         modalities: kinds of media that its model takes.
         patches: engine patches that are in effect.
@@ -57,6 +58,7 @@ class WorkerCard:
     mm_hash_mode: HashMode = HashMode.PAD_VALUE
     mm_hash_hex_chars: int = 16
     transports: tuple[str, ...] = ()
+    max_item_bytes: int | None = None
     host_id: str = ""
     modalities: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
@@ -80,6 +82,7 @@ class WorkerCard:
                 "mm_hash_mode": self.mm_hash_mode.value,
                 "mm_hash_hex_chars": self.mm_hash_hex_chars,
                 "transports": list(self.transports),
+                "max_item_bytes": self.max_item_bytes,
                 "host_id": self.host_id,
                 "modalities": list(self.modalities),
                 "patches": list(self.patches),
@@ -145,6 +148,7 @@ class _Ext(BaseModel):
     mm_hash_mode: HashMode = HashMode.PAD_VALUE
     mm_hash_hex_chars: Literal[16, 64] = 16
     transports: _Names = ()
+    max_item_bytes: Annotated[int, Field(ge=1)] | None = None
     host_id: Annotated[str, Field(max_length=64)] = ""
     modalities: _Names = ()
     patches: _Names = ()

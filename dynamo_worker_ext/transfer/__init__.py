@@ -22,6 +22,7 @@ __all__ = [
     "open_receiver",
     "open_sender",
     "receivable",
+    "sendable",
 ]
 
 #: Module and class prefix of each transport that exists.
@@ -69,6 +70,11 @@ def receivable() -> tuple[str, ...]:
     """Transports that can be opened on this host, in the order in which they are preferred."""
     usable = os.access("/dev/shm", os.R_OK | os.X_OK)  # noqa: S108 - see shm.SHM_DIRECTORY
     return ("shm",) if usable else ()
+
+
+def sendable() -> tuple[str, ...]:
+    """Transports that can be tried from this host, in the order in which they are preferred."""
+    return receivable()
 
 
 def _load(name: str, kind: str) -> Any:

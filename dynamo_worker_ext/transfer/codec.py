@@ -143,10 +143,16 @@ def encode(item: KwargsItem) -> list[Piece]:
     for name, field in item.fields.items():
         data = None if field.data is None else pack(field.data)
         fields[name] = {"data": data, "field": write_kind(field)}
-    metadata = _ENCODER.encode(fields)
-    pieces: list[Piece] = [_HEAD.pack(1 + len(buffers), len(metadata)) + metadata]
-    for buffer in buffers:
-        pieces += (_LENGTH.pack(buffer.nbytes), buffer)
+    return frame([_ENCODER.encode(fields), *buffers])
+
+
+def frame(buffers: Sequence[Piece]) -> list[Piece]:
+    """The pieces of a payload from its buffers, the metadata first; copies only that one."""
+    metadata, *tensors = buffers
+    head = _HEAD.pack(len(buffers), memoryview(metadata).nbytes)
+    pieces: list[Piece] = [head + bytes(metadata)]
+    for tensor in tensors:
+        pieces += (_LENGTH.pack(memoryview(tensor).nbytes), tensor)
     return pieces
 
 

@@ -177,6 +177,7 @@ class VllmWorker(Worker):
             mm_hash_mode=mode,
             mm_hash_hex_chars=mode.hex_chars,
             transports=tuple(self._receivers),
+            max_item_bytes=self.options.max_item_bytes,
             host_id=host_identity(),
             modalities=tuple(self._media.limits),
         )

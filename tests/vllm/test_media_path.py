@@ -21,7 +21,7 @@ import pytest_asyncio
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.counted_worker import ProcessedImages, counted_images
+from tests.counted_worker import Count, counted_images
 from tests.direct import FrontendDouble, Rendered, Reply, Segments, reply_of, request
 from tests.pictures import picture
 from tests.snapshot import Snapshot
@@ -88,7 +88,7 @@ class Bench:
     setup: Setup
     worker: Any
     front: FrontendDouble
-    processed: ProcessedImages
+    processed: Count
     segments: Segments
     _before: Snapshot = field(default_factory=Snapshot)
     _processed_before: int = 0
@@ -157,7 +157,7 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def processed() -> Iterator[ProcessedImages]:
+def processed() -> Iterator[Count]:
     with counted_images() as processed:
         yield processed
 
@@ -166,7 +166,7 @@ def processed() -> Iterator[ProcessedImages]:
 async def bench(
     request: pytest.FixtureRequest,
     environment: None,
-    processed: ProcessedImages,
+    processed: Count,
     tiny_model: Callable[[str], Path],
 ) -> AsyncIterator[Bench]:
     from dynamo_worker_ext.vllm.args import parse_args

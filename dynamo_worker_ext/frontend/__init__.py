@@ -1,0 +1,1 @@
+"""Dynamo's own frontend with our senders in it; see `__main__`."""

@@ -1,0 +1,194 @@
+"""Dynamo's vLLM processor (1.6.1), which sends media our way. Lives in the frontend process.
+
+Upstream's processor renders the request; what is replaced is where it puts the processed items:
+`SendingProcessor` offers them over what the workers' cards say they can read, several modalities
+at once where the transport can, and leaves the raw media in the request unless it is certain.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final
+
+import nvtx
+from dynamo.frontend import vllm_processor
+from dynamo.llm import FpmEventSubscriber
+from dynamo.runtime import DistributedRuntime
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from dynamo_worker_ext import transfer
+from dynamo_worker_ext.card import WorkerCard, host_identity
+from dynamo_worker_ext.errors import StartupError, TransferError
+from dynamo_worker_ext.frontend.metadata import MIXING, write_offer
+from dynamo_worker_ext.frontend.plan import plan
+from dynamo_worker_ext.metrics import WarnOnceAMinute
+from dynamo_worker_ext.transfer import MmKwargsSender, codec
+
+log = logging.getLogger(__name__)
+
+_cards: ContextVar[Cards] = ContextVar("cards")
+
+
+class Cards:
+    """The cards of a model's workers, as discovery has them now.
+
+    Args:
+        endpoint: ``namespace.component.endpoint`` of the workers.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        # Dynamo's only watch on the cards of all workers that Python can read.
+        self._watch = FpmEventSubscriber(DistributedRuntime.detached().endpoint(endpoint))
+        self._watch.start_tracking()
+        self._seen: dict[str, WorkerCard] = {}
+        self._warn = WarnOnceAMinute(log)
+
+    def of(self, worker_id: object = None) -> list[WorkerCard]:
+        """The card of one worker if it is known, else those of all."""
+        found = self._watch.get_model_cards()
+        for worker in self._seen.keys() - found.keys():
+            del self._seen[worker]
+        for worker, raw in found.items():
+            if worker not in self._seen:
+                self._seen[worker] = self._read(worker, raw)
+        chosen = self._seen.get(str(worker_id))
+        return list(self._seen.values()) if chosen is None else [chosen]
+
+    def _read(self, worker: str, raw: str) -> WorkerCard:
+        data = json.loads(raw).get("runtime_config", {}).get("runtime_data", {})
+        try:
+            return WorkerCard.from_runtime_data(data, worker)
+        except StartupError as error:
+            self._warn("card", "%s; nothing is sent to it but raw media", error)
+            return WorkerCard("vllm")
+
+
+class Outbox:
+    """Offers items and withdraws them. One a frontend.
+
+    Args:
+        mode: one of `plan.MODES`.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._host_id = host_identity()
+        self._senders: dict[str, MmKwargsSender[Any]] = {}
+        for name in transfer.sendable():
+            if mode in ("auto", name):
+                try:
+                    self._senders[name] = transfer.open_sender(name)
+                except TransferError as error:
+                    log.warning("media cannot be sent over %s: %s", name, error)
+        if mode not in ("auto", *self._senders):
+            raise StartupError(
+                f"DYNAMO_MM_TRANSFER={mode}: this transport cannot be used here; there is "
+                f"{', '.join(self._senders) or 'none'}"
+            )
+        self._warn = WarnOnceAMinute(log)
+
+    async def offer(
+        self, features: Sequence[Any], cards: Sequence[WorkerCard]
+    ) -> tuple[dict[str, Any], list[tuple[str, Sequence[Any]]], bool]:
+        """Offer the items of one request over what its workers can read.
+
+        Returns:
+            What belongs into ``extra_args``, what `cleanup` is to be given, and whether the
+            request can do without its raw media.
+        """
+        modalities = [str(feature.modality) for feature in features]
+        # Dynamo's own metadata names one modality and says nothing of items that are left out.
+        usable = [name for name in self._senders if name in MIXING or len(set(modalities)) == 1]
+        if any(feature.data is None for feature in features):
+            return {}, [], False
+        with nvtx.annotate("dwe:encode"):
+            payloads = [codec.frame(MsgpackEncoder().encode(f.data)) for f in features]
+        chosen = plan(
+            self._mode,
+            cards,
+            self._host_id,
+            usable=usable,
+            item_bytes=max(codec.payload_size(pieces) for pieces in payloads),
+        )
+        hashes = [str(feature.mm_hash) for feature in features]
+        extra: dict[str, Any] = {}
+        offered: list[tuple[str, Sequence[Any]]] = []
+        for name in chosen.transports:
+            try:
+                with nvtx.annotate(f"dwe:offer:{name}"):
+                    refs = await self._senders[name].offer(payloads)
+            except TransferError as error:
+                self._warn(error.reason, "media was not offered over %s: %s", name, error)
+                continue
+            offered.append((name, refs))
+            extra |= write_offer(name, modalities, hashes, refs)
+        return extra, offered, chosen.is_certain and len(offered) == len(chosen.transports)
+
+    async def cleanup(self, offered: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        """Withdraw what `offer` offered. Upstream's processor calls it by this name."""
+        for name, refs in offered:
+            await self._senders[name].withdraw(refs)
+
+
+class SendingProcessor(vllm_processor.VllmProcessor):
+    """Upstream's processor with another way to send."""
+
+    outbox: Outbox
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._cards = _cards.get()
+        self._sender = self.outbox
+        # Upstream is to prepare everything but send nothing.
+        self.nixl_mm_enabled = False
+
+    async def _prepare_mm_routing(
+        self,
+        vllm_preproc: Any,
+        dynamo_preproc: dict[str, Any],
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[dict[str, Any] | None, list[Any], bool]:
+        info, _, _ = await super()._prepare_mm_routing(
+            vllm_preproc, dynamo_preproc, mm_processor_kwargs
+        )
+        features = vllm_preproc.mm_features
+        if not features or dynamo_preproc.get("multi_modal_uuids"):
+            return info, [], False
+        cards = self._cards.of(_chosen_worker(dynamo_preproc.get("routing")))
+        extra, offered, is_certain = await self.outbox.offer(features, cards)
+        dynamo_preproc["extra_args"].update(extra)
+        return info, offered, is_certain
+
+
+class SendingFactory(vllm_processor.EngineFactory):
+    """Upstream's factory, which makes a `SendingProcessor` for each model."""
+
+    async def chat_engine_factory(self, instance_id: Any, mdc: Any, routed_engine: Any) -> Any:
+        _cards.set(Cards(".".join(instance_id.triple())))
+        return await super().chat_engine_factory(instance_id, mdc, routed_engine)
+
+
+def _chosen_worker(routing: Mapping[str, Any] | None) -> object:
+    """The worker that a request is bound to, if it is."""
+    for name in _WORKER_FIELDS:
+        if routing and routing.get(name) is not None:
+            return routing[name]
+    return None
+
+
+#: Where ``routing`` names a worker that runs the whole request or its first part.
+_WORKER_FIELDS: Final = ("prefill_worker_id", "backend_instance_id", "decode_worker_id")
+
+
+def install(mode: str) -> type[SendingFactory]:
+    """Make upstream's factory build our processor.
+
+    Raises:
+        StartupError: the transport that was asked for cannot be used here.
+    """
+    SendingProcessor.outbox = Outbox(mode)
+    vllm_processor.VllmProcessor = SendingProcessor
+    return SendingFactory

@@ -1,0 +1,115 @@
+"""Our frontend: what it sends, to whom, and what it leaves in the request.
+
+Worker 0 lives in a mount namespace with a ``/dev/shm`` of its own, as one in another container.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("dynamo.llm")
+
+from tests.apart import prefix_held_by, private_shm
+from tests.counted_worker import WITH_RAW
+from tests.pictures import data_uri, part, picture
+from tests.stack import BASE_ENV, ROOT, FrontendSpec, Stack
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+OURS = "dynamo_worker_ext.frontend"
+OUTCOMES = "dynamo_worker_ext_requests_total"
+
+
+@pytest.fixture(scope="module")
+def stack(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    frontends = {
+        "auto": FrontendSpec("vllm", "auto", module=OURS),
+        "off": FrontendSpec("vllm", "off", module=OURS),
+        "rust": FrontendSpec("rust", "off"),
+    }
+    folder = tmp_path_factory.mktemp("frontend")
+    stack = Stack(tiny_model("qwen2_5_vl"), folder, frontends, workers=0)
+    stack.add_worker(wrap=private_shm("256m"))
+    stack.add_worker()
+    with stack:
+        yield stack
+
+
+@pytest.mark.parametrize(("worker", "outcome"), [(0, "reprocessed"), (1, "received")])
+def test_who_cannot_read_what_was_sent_still_has_the_raw_media(
+    stack: Stack, worker: int, outcome: str
+) -> None:
+    """No error and no retry, where upstream's frontend sends nothing else to that worker."""
+    text, uri = prefix_held_by(stack, worker), part(data_uri(picture()))
+    seen = stack.ask("auto", [text, uri])
+    assert (seen.answer.status, seen.worker) == (200, worker)
+    assert seen.workers[worker].by("outcome", OUTCOMES) == {outcome: 1}
+    assert seen.workers[worker].total(WITH_RAW) == 1
+    assert seen.answer.text == stack.ask("rust", [text, uri]).answer.text
+
+
+def test_a_repeated_picture_moves_no_bytes(stack: Stack) -> None:
+    text, uri = prefix_held_by(stack, 1), part(data_uri(picture()))
+    assert stack.ask("auto", [text, uri]).workers[1].by("outcome", OUTCOMES) == {"received": 1}
+    again = stack.ask("auto", [text, uri])
+    assert again.workers[1].by("outcome", OUTCOMES) == {"hit": 1}
+    assert again.workers[1].total("dynamo_worker_ext_mm_received_bytes_total") == 0
+
+
+def test_off_sends_nothing(stack: Stack) -> None:
+    seen = stack.ask("off", [prefix_held_by(stack, 1), part(data_uri(picture()))])
+    assert seen.workers[1].by("outcome", OUTCOMES) == {"raw": 1}
+
+
+def test_segments_are_withdrawn(stack: Stack) -> None:
+    stack.ask("auto", [prefix_held_by(stack, 1), part(data_uri(picture()))])
+    prefix = f"dwe_{stack.frontend['auto'].pid}_"
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
+
+
+def test_a_worker_without_a_neighbour_gets_no_raw_media(
+    stack: Stack, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Where every card says that it can read, the picture is in the request once."""
+    frontends = {"auto": FrontendSpec("vllm", "auto", ("--migration-limit", "0"), module=OURS)}
+    with Stack(tiny_model("qwen2_5_vl"), tmp_path / "s", frontends, workers=1) as one:
+        seen = one.ask("auto", ["Describe", part(data_uri(picture()))])
+        assert seen.workers[0].by("outcome", OUTCOMES) == {"received": 1}
+        assert seen.workers[0].total(WITH_RAW) == 0
+
+
+@pytest.mark.parametrize("mode", ["rdma", ""])
+def test_a_mode_that_does_not_exist_ends_the_start(mode: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", OURS, "--http-port", "1"],
+        env={**os.environ, **BASE_ENV, "DYNAMO_MM_TRANSFER": mode or "x"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "is one of auto, arena, shm, nixl, off" in ended.stderr
+
+
+def test_help_names_our_variable_and_upstreams_flags() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", OURS, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    assert "DYNAMO_MM_TRANSFER" in shown
+    assert "--router-mode" in shown
