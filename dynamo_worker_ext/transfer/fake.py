@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from dynamo_worker_ext.errors import (
     InvalidTransferError,
@@ -58,12 +58,13 @@ class FakeSender(MmKwargsSender[ShmRef]):
 
     transport: ClassVar[str] = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.payloads: dict[str, bytes] = {}
         self.fault = _NO_FAULT
         self._count = 0
 
-    async def offer(self, payloads: Sequence[Sequence[Piece]]) -> list[ShmRef]:
+    async def _offer(self, payloads: Sequence[Sequence[Piece]]) -> list[ShmRef]:
         await asyncio.sleep(self.fault.delay_s)
         if self.fault.reason is not None:
             raise error_for(self.fault.reason)

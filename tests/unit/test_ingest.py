@@ -101,7 +101,7 @@ class House:
 
     def transfer(self, *hashes: str) -> wire.Transfer:
         items = tuple(wire.MediaItem("image", h, p) for h, p in zip(hashes, PLACES, strict=False))
-        refs = tuple(self.segments.put(f"seg_{h[0]}_{i}", i) for i, h in enumerate(hashes))
+        refs = {i: self.segments.put(f"seg_{h[0]}_{i}", i) for i, h in enumerate(hashes)}
         return wire.Transfer(list(range(20)), items, {"shm": refs})
 
     def failures(self, reason: str, transport: str = "shm") -> float:
@@ -209,7 +209,7 @@ async def test_the_limit_holds_on_every_way_in(way: str) -> None:
     house = House(A)
     if way == "transfer":
         items = tuple(wire.MediaItem("image", A, wire.Placeholder(i * 2, 1)) for i in range(4))
-        request = wire.MediaRequest([1], transfer=wire.Transfer([0] * 20, items, {"shm": ()}))
+        request = wire.MediaRequest([1], transfer=wire.Transfer([0] * 20, items, {"shm": {}}))
     else:
         request = wire.MediaRequest([1], raw={"image": [{"Url": "x"}] * 4})
     with pytest.raises(LimitExceededError, match=r"4 image.*at most 3"):
@@ -224,9 +224,7 @@ async def test_a_modality_that_the_model_does_not_take_is_refused() -> None:
 async def test_a_partial_transfer_that_does_not_say_of_what_is_not_guessed_at() -> None:
     house = House(A)
     transfer = house.transfer(A, B)
-    partial = wire.Transfer(
-        transfer.expanded_token_ids, transfer.items, {"shm": transfer.offers["shm"][:1]}
-    )
+    partial = wire.Transfer(transfer.expanded_token_ids, transfer.items, {"shm": {}})
     result = await house.ingest.resolve(wire.MediaRequest([1], transfer=partial, raw=RAW))
     assert (result.outcome, result.reason) == (Outcome.REPROCESSED, "invalid_count")
     assert house.segments.read == []
@@ -235,9 +233,7 @@ async def test_a_partial_transfer_that_does_not_say_of_what_is_not_guessed_at() 
 async def test_a_partial_transfer_of_items_that_are_all_cached_is_a_hit() -> None:
     house = House(A, B)
     transfer = house.transfer(A, B)
-    partial = wire.Transfer(
-        transfer.expanded_token_ids, transfer.items, {"shm": transfer.offers["shm"][:1]}
-    )
+    partial = wire.Transfer(transfer.expanded_token_ids, transfer.items, {"shm": {}})
     assert (await house.ingest.resolve(wire.MediaRequest([1], transfer=partial))).payloads == (
         None,
         None,

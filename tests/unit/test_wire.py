@@ -49,7 +49,7 @@ def test_dynamos_shm_form_is_read() -> None:
     transfer = parse(request_with()).transfer
     assert transfer is not None
     assert transfer.offers == {
-        "shm": (wire.ShmRef("mm_kwargs_1_a_0", 10), wire.ShmRef("mm_kwargs_1_a_1", 20))
+        "shm": {0: wire.ShmRef("mm_kwargs_1_a_0", 10), 1: wire.ShmRef("mm_kwargs_1_a_1", 20)}
     }
     assert [item.mm_hash for item in transfer.items] == [HASH_A, HASH_B]
     assert transfer.items[1].placeholder == wire.Placeholder(8, 4)
@@ -70,7 +70,7 @@ def test_dynamos_nixl_form_is_read() -> None:
         )
     ).transfer
     assert transfer is not None
-    assert [ref.size for ref in transfer.offers["nixl"]] == [15, 15]
+    assert {i: ref.size for i, ref in transfer.offers["nixl"].items()} == {0: 15, 1: 15}
 
 
 @pytest.mark.parametrize("modality", ["image", "video", "audio"])
@@ -115,6 +115,7 @@ def test_fewer_items_than_hashes_is_kept_and_known() -> None:
     media = parse(request)
     assert media.transfer is not None
     assert not media.transfer.is_complete("shm")
+    assert media.transfer.offers == {"shm": {}}, "nothing says which item it is"
 
 
 @pytest.mark.parametrize(
