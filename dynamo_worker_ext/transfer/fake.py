@@ -54,6 +54,7 @@ class FakeSender(MmKwargsSender[ShmRef]):
     Attributes:
         payloads: what is on offer, by name.
         fault: what goes wrong with the next offers; ``truncate`` is ignored.
+        closed: whether `close` was called.
     """
 
     transport: ClassVar[str] = "fake"
@@ -62,9 +63,12 @@ class FakeSender(MmKwargsSender[ShmRef]):
         super().__init__(**options)
         self.payloads: dict[str, bytes] = {}
         self.fault = _NO_FAULT
+        self.closed = False
         self._count = 0
 
     async def _offer(self, payloads: Sequence[Sequence[Piece]]) -> list[ShmRef]:
+        if self.closed:
+            raise TransportUnavailableError("the fake sender is closed")
         await asyncio.sleep(self.fault.delay_s)
         if self.fault.reason is not None:
             raise error_for(self.fault.reason)
@@ -81,6 +85,7 @@ class FakeSender(MmKwargsSender[ShmRef]):
             self.payloads.pop(ref.name, None)
 
     async def close(self) -> None:
+        self.closed = True
         self.payloads.clear()
 
 

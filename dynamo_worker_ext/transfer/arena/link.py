@@ -60,7 +60,7 @@ class Link:
         await self._say(meeting.RECORD.pack(Kind.HOLD, *names))
         serial = next(self._serials)
         self._held.add(serial)
-        let_go = partial(self._let_go, serial, meeting.RECORD.pack(Kind.RELEASE, *names))
+        let_go = partial(self._let_go, part, serial, meeting.RECORD.pack(Kind.RELEASE, *names))
         try:
             # Now that the sender knows, it counts: from here on the slot is not used again.
             part.check(ref)
@@ -163,12 +163,21 @@ class Link:
                 self._end()
         raise meeting.gone(self._name)
 
-    def _let_go(self, serial: int, record: bytes) -> None:
+    def _let_go(self, part: MappedPart, serial: int, record: bytes) -> None:
         # In any thread, at any moment, perhaps in the midst of this very method: so no locks.
         self._unsaid.append(record)
         self._say_what_is_unsaid()
         self._held.discard(serial)
         self._close_if_unused()
+        if not part.settling:
+            part.settling = True
+            with suppress(RuntimeError):  # the loop is closed; nobody will look again
+                self._loop.call_soon_threadsafe(self._settle, part)
+
+    def _settle(self, part: MappedPart) -> None:
+        part.settling = part.settle()
+        if part.settling:  # not in one go: the loop has more to do
+            self._loop.call_soon(self._settle, part)
 
     def _say_what_is_unsaid(self) -> None:
         while self._unsaid:

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -100,12 +100,21 @@ class OwnPart:
             os.close(fd)
 
 
+class _Shown(NamedTuple):
+    """A range of pages that was handed out."""
+
+    start: int
+    end: int
+    lease: weakref.ref[Any]
+
+
 class MappedPart:
     """One memory object of a sender, in the process of a receiver.
 
     The mapping is private and writable: torch takes no read-only memory, and what is written
-    makes a copy of that page which nobody else sees. Such copies are dropped before the page is
-    shown again, because they would hide what the sender writes later.
+    makes a copy of that page which nobody else sees. Such a copy would hide what the sender writes
+    later, so it is dropped before the page is shown again: by `settle`, when nobody waits, or else
+    by `view`.
 
     Args:
         fd: the object; closed here if this fails, else by `close`.
@@ -119,7 +128,8 @@ class MappedPart:
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
         self.nbytes = nbytes
-        self._leases: dict[int, weakref.ref[Any]] = {}
+        self._shown: list[_Shown] = []  # since they were last looked over
+        self.settling = False  # somebody calls `settle` until there is no more
         try:
             self._check_object()
             self._memory = self._map(0, nbytes)
@@ -173,16 +183,35 @@ class MappedPart:
         """
         start = ref.offset // PAGE * PAGE
         end = -(-(ref.offset + ref.size) // PAGE) * PAGE
-        held = self._leases.get(ref.slot)
-        if held is not None and held() is not None:
+        before = [shown for shown in self._shown if shown.start < end and start < shown.end]
+        if any(shown.lease() is not None for shown in before):
             # Whoever holds it may have written to it: this one gets a mapping of its own.
             lease = np.ndarray(ref.size, np.uint8, self._map(start, end), ref.offset - start)
         else:
-            self._forget_writes(start, end)
+            if before:
+                self._forget_writes(start, end)
             lease = np.ndarray(ref.size, np.uint8, self._memory, ref.offset)
-            self._leases[ref.slot] = weakref.ref(lease)
+            self._shown.append(_Shown(start, end, weakref.ref(lease)))
         weakref.finalize(lease, let_go).atexit = False
         return lease.data
+
+    def settle(self) -> bool:
+        """Look over one range that was shown and is held no more; about 10 to 30 us a MB.
+
+        Returns:
+            Whether there are more of them.
+        """
+        live = [shown for shown in self._shown if shown.lease() is not None]
+        dead = [
+            shown
+            for shown in self._shown
+            if shown not in live
+            and not any(one.start < shown.end and shown.start < one.end for one in live)
+        ]
+        if dead:
+            self._forget_writes(dead[0].start, dead[0].end)
+            self._shown.remove(dead[0])
+        return len(dead) > 1
 
     def close(self) -> None:
         """Give up the descriptor. Views stay valid."""

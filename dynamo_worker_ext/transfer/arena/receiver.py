@@ -15,7 +15,7 @@ from dynamo_worker_ext.transfer.arena.link import Link
 from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver, Received
 from dynamo_worker_ext.wire import ArenaRef
 
-#: Payloads are looked over for what was written to them before, about 7 us a MB.
+#: A range that was not settled since it was last shown is looked over on the loop.
 _TURN_BYTES: Final = 64 << 20
 
 

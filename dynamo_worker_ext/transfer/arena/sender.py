@@ -22,8 +22,9 @@ from dynamo_worker_ext.transfer.arena.slots import ArenaStatistics, Slot, SlotPo
 from dynamo_worker_ext.transfer.base import MmKwargsSender
 from dynamo_worker_ext.wire import ArenaRef
 
-#: Up to this many bytes an offer is copied on the event loop; see `shm.READ_INLINE_BYTES`.
-INLINE_BYTES: Final = 2 << 20
+#: Up to this many bytes an offer is copied on the event loop. The pages are there already, so that
+#: 8 MB take a millisecond at most; a hop to a thread and back costs up to half of that.
+INLINE_BYTES: Final = 8 << 20
 
 _ROUND: Final = 2 << 20  # huge pages, where there are any
 
