@@ -190,6 +190,9 @@ class MappedPart:
         else:
             if before:
                 self._forget_writes(start, end)
+                self._shown = [
+                    shown for shown in self._shown if shown.start < start or end < shown.end
+                ]
             lease = np.ndarray(ref.size, np.uint8, self._memory, ref.offset)
             self._shown.append(_Shown(start, end, weakref.ref(lease)))
         weakref.finalize(lease, let_go).atexit = False
