@@ -10,7 +10,7 @@ WorkerExtError
 │   └── MediaLoadError           raw media that could not be fetched or decoded
 ├── TransferError            pre-processed media did not arrive; carries a `reason`
 │   ├── InvalidTransferError     metadata or payload is malformed (`invalid_*`)
-│   ├── SegmentError             a segment is missing, short or foreign (`segment_*`)
+│   ├── SegmentError             a segment is missing, stale, short or foreign (`segment_*`)
 │   ├── TransferTimeoutError     the deadline passed (`timeout`)
 │   └── TransportUnavailableError  this worker does not take that transport (`unavailable`)
 ├── MediaLostError           media did not arrive and cannot be processed here either
@@ -90,16 +90,17 @@ class InvalidTransferError(TransferError):
     Every reason starts with ``invalid_``: ``invalid_metadata``, ``invalid_hash``,
     ``invalid_size``, ``invalid_name``, ``invalid_count``, ``invalid_placeholder``,
     ``invalid_tokens``, ``invalid_frame`` (truncated or over-long), ``invalid_pickle``,
-    ``invalid_type``.
+    ``invalid_slot`` (a place in an arena that its sender never gave), ``invalid_type``.
     """
 
 
 class SegmentError(TransferError):
-    """A shared-memory segment cannot be read or written.
+    """A shared-memory segment or arena slot cannot be read or written.
 
-    ``segment_missing``, ``segment_short``, ``segment_foreign`` (another user's, or not a plain
-    file), ``segment_refused`` (the operating system refused for another reason, such as too
-    many open files), ``segment_full`` (a sender found no room).
+    ``segment_missing``, ``segment_stale`` (a slot that was withdrawn), ``segment_short``,
+    ``segment_foreign`` (another user's, or not what it should be), ``segment_refused`` (the
+    operating system refused for another reason, such as too many open files), ``segment_full``
+    (a sender found no room).
     """
 
 

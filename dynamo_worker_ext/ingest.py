@@ -216,9 +216,11 @@ class Ingest:
         self, transport: str, transfer: Transfer, missing: Sequence[int]
     ) -> tuple[Any, ...]:
         refs = transfer.offers[transport]
-        if not transfer.is_complete(transport):
+        if not all(i in refs for i in missing):
             raise InvalidTransferError(
-                f"{len(refs)} of {len(transfer.items)} items were sent and nothing says which",
+                f"{len(missing)} of {len(transfer.items)} items are not held here, and {transport} "
+                f"offers {sum(i in refs for i in missing)} of them"
+                + ("" if refs else ", or does not say which it offers"),
                 reason="invalid_count",
             )
         received = await self._receivers[transport].receive([refs[i] for i in missing])

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 PREFIX: Final = "dynamo_worker_ext_"
 
-#: Stages of a request's way, in order. ``prepare`` is the whole of it, from the request to the
-#: engine's input.
-STAGES: Final = ("parse", "receive", "decode", "load", "process", "inject", "prepare")
+#: Stages of a request's way, in order: ``send`` in the frontend, the others in the worker.
+#: ``prepare`` is the whole of the worker's part, from the request to the engine's input.
+STAGES: Final = ("send", "parse", "receive", "decode", "load", "process", "inject", "prepare")
 
 _SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
@@ -43,6 +43,7 @@ class Metrics:
             "mm_items", "Media items by where the engine had them from.", "modality", "source"
         )
         self.bytes = counter("mm_received_bytes", "Payload bytes received.", "transport")
+        self.sent_bytes = counter("mm_sent_bytes", "Payload bytes offered.", "transport")
         self.failures = counter(
             "mm_transfer_failures", "Transfers that failed, by reason.", "transport", "reason"
         )

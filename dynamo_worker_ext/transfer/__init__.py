@@ -7,12 +7,15 @@ One file a concept: `base` is the contract, `codec` what a payload is, `kwargs` 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from dynamo_worker_ext.card import host_identity
 from dynamo_worker_ext.errors import StartupError, TransportUnavailableError
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver, MmKwargsSender, Received
+from dynamo_worker_ext.wire import TRANSPORTS
 
 __all__ = [
     "Limits",
@@ -25,11 +28,36 @@ __all__ = [
     "sendable",
 ]
 
-#: Module and class prefix of each transport that exists.
-_BUILT: Final = {"shm": ("shm", "Shm"), "fake": ("fake", "Fake")}
 
-#: Names that DESIGN gives to transports which this version does not have yet.
-_PLANNED: Final = ("arena", "nixl")
+class _Transport(NamedTuple):
+    """Where a transport is and whether this host can receive with it.
+
+    Attributes:
+        module: in this package.
+        prefix: of its two classes, ``...Receiver`` and ``...Sender``.
+        usable: may a worker advertise it? Does not import it.
+    """
+
+    module: str
+    prefix: str
+    usable: Callable[[], bool]
+
+
+def _has_shared_memory() -> bool:
+    return os.access("/dev/shm", os.R_OK | os.X_OK)  # noqa: S108 - see shm.SHM_DIRECTORY
+
+
+def _has_arena() -> bool:
+    # Senders and receivers meet by a socket in there, and know each other by the identity.
+    return _has_shared_memory() and bool(host_identity()) and hasattr(os, "memfd_create")
+
+
+#: The transports that exist, best first. One more is one more line.
+_BUILT: Final = {
+    "arena": _Transport("arena", "Arena", _has_arena),
+    "shm": _Transport("shm", "Shm", _has_shared_memory),
+    "fake": _Transport("fake", "Fake", lambda: False),
+}
 
 
 def open_receiver(
@@ -38,7 +66,7 @@ def open_receiver(
     """A receiver by the name of its transport.
 
     Args:
-        name: ``shm``, or ``fake`` in tests.
+        name: ``arena``, ``shm``, or ``fake`` in tests.
         limits: sizes and deadline.
         metrics: where stages and bytes are counted.
         options: keyword arguments of that receiver's own.
@@ -68,8 +96,7 @@ def open_sender(name: str, **options: Any) -> MmKwargsSender[Any]:
 
 def receivable() -> tuple[str, ...]:
     """Transports that can be opened on this host, in the order in which they are preferred."""
-    usable = os.access("/dev/shm", os.R_OK | os.X_OK)  # noqa: S108 - see shm.SHM_DIRECTORY
-    return ("shm",) if usable else ()
+    return tuple(name for name, transport in _BUILT.items() if transport.usable())
 
 
 def sendable() -> tuple[str, ...]:
@@ -78,14 +105,14 @@ def sendable() -> tuple[str, ...]:
 
 
 def _load(name: str, kind: str) -> Any:
-    if name in _PLANNED:
-        raise TransportUnavailableError(
-            f"the {name} transport is not built yet; there is {_listed()}"
-        )
     if name not in _BUILT:
+        if name in TRANSPORTS:
+            raise TransportUnavailableError(
+                f"the {name} transport is not built yet; there is {_listed()}"
+            )
         raise StartupError(f"there is no transport called {name!r}; there is {_listed()}")
-    module, prefix = _BUILT[name]
-    return getattr(import_module(f"{__name__}.{module}"), prefix + kind)
+    transport = _BUILT[name]
+    return getattr(import_module(f"{__name__}.{transport.module}"), transport.prefix + kind)
 
 
 def _listed() -> str:

@@ -16,7 +16,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 
 from dynamo_worker_ext.errors import InvalidTransferError, TransferTimeoutError
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.transfer.codec import Piece
+from dynamo_worker_ext.transfer.codec import Piece, payload_size
 
 RefT = TypeVar("RefT")
 
@@ -123,11 +123,26 @@ class MmKwargsReceiver(ABC, Generic[RefT]):
 
 
 class MmKwargsSender(ABC, Generic[RefT]):
-    """Offers payloads for a receiver to fetch. Lives in the frontend process."""
+    """Offers payloads for a receiver to fetch. Lives in the frontend process.
+
+    Usage::
+
+        async with ArenaSender() as sender:
+            refs = await sender.offer([codec.encode(item) for item in items])
+            ...  # send the references, answer the request
+            await sender.withdraw(refs)
+
+    Args:
+        metrics: where stages and bytes are counted; None where nobody asks for them.
+        timeout_s: seconds for one `offer`, all items together.
+    """
 
     transport: ClassVar[str]
 
-    @abstractmethod
+    def __init__(self, *, metrics: Metrics | None = None, timeout_s: float = 10.0) -> None:
+        self.metrics = metrics or Metrics()
+        self.timeout_s = timeout_s
+
     async def offer(self, payloads: Sequence[Sequence[Piece]]) -> list[RefT]:
         """Make payloads readable.
 
@@ -140,7 +155,24 @@ class MmKwargsSender(ABC, Generic[RefT]):
 
         Raises:
             TransferError: there is no room or the transport failed; nothing is left behind.
+                `TransferTimeoutError` after ``timeout_s``.
         """
+        with self.metrics.stage("send"):
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    refs = await self._offer(payloads)
+            except TimeoutError:
+                raise TransferTimeoutError(
+                    f"{len(payloads)} item(s) could not be offered over {self.transport} within "
+                    f"{self.timeout_s:g} s"
+                ) from None
+        sent = sum(payload_size(pieces) for pieces in payloads)
+        self.metrics.sent_bytes.labels(self.transport).inc(sent)
+        return refs
+
+    @abstractmethod
+    async def _offer(self, payloads: Sequence[Sequence[Piece]]) -> list[RefT]:
+        """Make payloads readable; must leave nothing behind when it fails or is cancelled."""
 
     @abstractmethod
     async def withdraw(self, refs: Sequence[RefT]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from dynamo_worker_ext.errors import (
     InvalidTransferError,
@@ -54,16 +54,21 @@ class FakeSender(MmKwargsSender[ShmRef]):
     Attributes:
         payloads: what is on offer, by name.
         fault: what goes wrong with the next offers; ``truncate`` is ignored.
+        closed: whether `close` was called.
     """
 
     transport: ClassVar[str] = "fake"
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.payloads: dict[str, bytes] = {}
         self.fault = _NO_FAULT
+        self.closed = False
         self._count = 0
 
-    async def offer(self, payloads: Sequence[Sequence[Piece]]) -> list[ShmRef]:
+    async def _offer(self, payloads: Sequence[Sequence[Piece]]) -> list[ShmRef]:
+        if self.closed:
+            raise TransportUnavailableError("the fake sender is closed")
         await asyncio.sleep(self.fault.delay_s)
         if self.fault.reason is not None:
             raise error_for(self.fault.reason)
@@ -80,6 +85,7 @@ class FakeSender(MmKwargsSender[ShmRef]):
             self.payloads.pop(ref.name, None)
 
     async def close(self) -> None:
+        self.closed = True
         self.payloads.clear()
 
 

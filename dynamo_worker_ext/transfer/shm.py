@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from dynamo_worker_ext.errors import (
     InvalidTransferError,
@@ -214,6 +214,7 @@ class ShmSender(MmKwargsSender[ShmRef]):
 
     Args:
         directory: where segments lie.
+        options: those of `MmKwargsSender`.
 
     Raises:
         TransportUnavailableError: there is no such directory.
@@ -221,7 +222,8 @@ class ShmSender(MmKwargsSender[ShmRef]):
 
     transport: ClassVar[str] = "shm"
 
-    def __init__(self, *, directory: str | Path = SHM_DIRECTORY) -> None:
+    def __init__(self, *, directory: str | Path = SHM_DIRECTORY, **options: Any) -> None:
+        super().__init__(**options)
         self._directory = _open_directory(directory)
         self._prefix = f"dwe_{os.getpid()}_{_start_time()}"
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dwe-shm-send")
@@ -229,13 +231,7 @@ class ShmSender(MmKwargsSender[ShmRef]):
         self._lock = threading.Lock()
         self._live: set[str] = set()  # names that are ours to unlink, written or not yet
 
-    async def offer(self, payloads: Sequence[Sequence[codec.Piece]]) -> list[ShmRef]:
-        """Make payloads readable; see `MmKwargsSender.offer`.
-
-        Raises:
-            SegmentError: ``segment_full`` if there is no room for all of them.
-            TransportUnavailableError: the sender is closed.
-        """
+    async def _offer(self, payloads: Sequence[Sequence[codec.Piece]]) -> list[ShmRef]:
         if self._closed:
             raise TransportUnavailableError("the shm sender is closed")
         mark = secrets.token_hex(6)

@@ -101,7 +101,7 @@ class House:
 
     def transfer(self, *hashes: str) -> wire.Transfer:
         items = tuple(wire.MediaItem("image", h, p) for h, p in zip(hashes, PLACES, strict=False))
-        refs = tuple(self.segments.put(f"seg_{h[0]}_{i}", i) for i, h in enumerate(hashes))
+        refs = {i: self.segments.put(f"seg_{h[0]}_{i}", i) for i, h in enumerate(hashes)}
         return wire.Transfer(list(range(20)), items, {"shm": refs})
 
     def failures(self, reason: str, transport: str = "shm") -> float:
@@ -209,7 +209,7 @@ async def test_the_limit_holds_on_every_way_in(way: str) -> None:
     house = House(A)
     if way == "transfer":
         items = tuple(wire.MediaItem("image", A, wire.Placeholder(i * 2, 1)) for i in range(4))
-        request = wire.MediaRequest([1], transfer=wire.Transfer([0] * 20, items, {"shm": ()}))
+        request = wire.MediaRequest([1], transfer=wire.Transfer([0] * 20, items, {"shm": {}}))
     else:
         request = wire.MediaRequest([1], raw={"image": [{"Url": "x"}] * 4})
     with pytest.raises(LimitExceededError, match=r"4 image.*at most 3"):
@@ -224,9 +224,7 @@ async def test_a_modality_that_the_model_does_not_take_is_refused() -> None:
 async def test_a_partial_transfer_that_does_not_say_of_what_is_not_guessed_at() -> None:
     house = House(A)
     transfer = house.transfer(A, B)
-    partial = wire.Transfer(
-        transfer.expanded_token_ids, transfer.items, {"shm": transfer.offers["shm"][:1]}
-    )
+    partial = wire.Transfer(transfer.expanded_token_ids, transfer.items, {"shm": {}})
     result = await house.ingest.resolve(wire.MediaRequest([1], transfer=partial, raw=RAW))
     assert (result.outcome, result.reason) == (Outcome.REPROCESSED, "invalid_count")
     assert house.segments.read == []
@@ -235,9 +233,7 @@ async def test_a_partial_transfer_that_does_not_say_of_what_is_not_guessed_at() 
 async def test_a_partial_transfer_of_items_that_are_all_cached_is_a_hit() -> None:
     house = House(A, B)
     transfer = house.transfer(A, B)
-    partial = wire.Transfer(
-        transfer.expanded_token_ids, transfer.items, {"shm": transfer.offers["shm"][:1]}
-    )
+    partial = wire.Transfer(transfer.expanded_token_ids, transfer.items, {"shm": {}})
     assert (await house.ingest.resolve(wire.MediaRequest([1], transfer=partial))).payloads == (
         None,
         None,
@@ -266,3 +262,49 @@ async def test_resolving_leaves_the_request_as_it_was() -> None:
     request = wire.MediaRequest([1], transfer=house.transfer(A), raw=raw)
     await house.ingest.resolve(request)
     assert raw == {"image": [{"Url": "one"}]}
+
+
+# Transfers that hold a part of the items, and say which
+
+
+async def test_a_partial_transfer_of_all_that_is_missing_is_enough() -> None:
+    house = House(B)
+    whole = house.transfer(A, B, C)
+    refs = {at: whole.offers["shm"][at] for at in (0, 2)}
+    partial = wire.Transfer(whole.expanded_token_ids, whole.items, {"shm": refs})
+    result = await house.ingest.resolve(wire.MediaRequest([1], transfer=partial))
+    assert result.outcome is Outcome.RECEIVED
+    assert result.payloads == ((A, 0), None, (C, 2))
+
+
+async def test_a_partial_transfer_that_lacks_a_missing_item_is_not_read() -> None:
+    house = House()
+    whole = house.transfer(A, B)
+    refs = {0: whole.offers["shm"][0]}
+    partial = wire.Transfer(whole.expanded_token_ids, whole.items, {"shm": refs})
+    result = await house.ingest.resolve(wire.MediaRequest([1], transfer=partial, raw=RAW))
+    assert (result.outcome, result.reason) == (Outcome.REPROCESSED, "invalid_count")
+    assert house.failures("invalid_count") == 1
+    assert house.segments.read == []
+
+
+async def test_a_transport_that_has_what_is_missing_is_taken_after_one_that_has_not() -> None:
+    house = House()
+    house.receivers = {"arena": house.segments, "shm": house.segments}
+    house.ingest = Ingest(house.engine, house.receivers, house.source, house.metrics)
+    whole = house.transfer(A, B)
+    both: Any = {"arena": {1: whole.offers["shm"][1]}, "shm": whole.offers["shm"]}
+    transfer = wire.Transfer(whole.expanded_token_ids, whole.items, both)
+    result = await house.ingest.resolve(wire.MediaRequest([1], transfer=transfer))
+    assert (result.outcome, result.transport) == (Outcome.RECEIVED, "shm")
+    assert house.failures("invalid_count", "arena") == 1
+
+
+async def test_several_modalities_in_one_transfer_are_received() -> None:
+    house = House()
+    house.engine.limits = {"image": 1, "audio": 1}
+    whole = house.transfer(A, B)
+    items = (whole.items[0], wire.MediaItem("audio", B, PLACES[1]))
+    mixed = wire.Transfer(whole.expanded_token_ids, items, whole.offers)
+    result = await house.ingest.resolve(wire.MediaRequest([1], transfer=mixed))
+    assert result.payloads == ((A, 0), (B, 1))

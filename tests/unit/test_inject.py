@@ -28,7 +28,7 @@ def item(mm_hash: str, offset: int, length: int, **more: Any) -> wire.MediaItem:
 
 
 def transfer(expanded: list[int], *items: wire.MediaItem) -> wire.Transfer:
-    return wire.Transfer(expanded, items, {"shm": ()})
+    return wire.Transfer(expanded, items, {"shm": {}})
 
 
 # Prompt updates.

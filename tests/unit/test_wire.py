@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def test_dynamos_shm_form_is_read() -> None:
     transfer = parse(request_with()).transfer
     assert transfer is not None
     assert transfer.offers == {
-        "shm": (wire.ShmRef("mm_kwargs_1_a_0", 10), wire.ShmRef("mm_kwargs_1_a_1", 20))
+        "shm": {0: wire.ShmRef("mm_kwargs_1_a_0", 10), 1: wire.ShmRef("mm_kwargs_1_a_1", 20)}
     }
     assert [item.mm_hash for item in transfer.items] == [HASH_A, HASH_B]
     assert transfer.items[1].placeholder == wire.Placeholder(8, 4)
@@ -70,7 +71,7 @@ def test_dynamos_nixl_form_is_read() -> None:
         )
     ).transfer
     assert transfer is not None
-    assert [ref.size for ref in transfer.offers["nixl"]] == [15, 15]
+    assert {i: ref.size for i, ref in transfer.offers["nixl"].items()} == {0: 15, 1: 15}
 
 
 @pytest.mark.parametrize("modality", ["image", "video", "audio"])
@@ -115,6 +116,7 @@ def test_fewer_items_than_hashes_is_kept_and_known() -> None:
     media = parse(request)
     assert media.transfer is not None
     assert not media.transfer.is_complete("shm")
+    assert media.transfer.offers == {"shm": {}}, "nothing says which item it is"
 
 
 @pytest.mark.parametrize(
@@ -249,3 +251,138 @@ def test_a_malformed_identity_of_raw_media_is_left_away() -> None:
         "multi_modal_data": {"image_url": [{"Url": "data:,"}]},
     }
     assert parse(request).identities("image") is None
+
+
+# The arena, and several modalities
+
+
+ITEMS = (
+    wire.MediaItem("image", HASH_A, wire.Placeholder(2, 4)),
+    wire.MediaItem("image", HASH_B, wire.Placeholder(14, 4)),
+    wire.MediaItem("audio", "c" * 64, wire.Placeholder(8, 4)),
+)
+
+
+def arena_ref(at: int, **change: Any) -> wire.ArenaRef:
+    where = {"part": 0, "slot": at, "offset": 65536 + 4096 * at, "size": 10 + at, "generation": 7}
+    return wire.ArenaRef("arena_0123456789abcdef", "0" * 16, **where | change)
+
+
+def arena_request(refs: dict[int, wire.ArenaRef], **extra: Any) -> dict[str, Any]:
+    """Two images and an audio, of which the arena sends `refs`; `extra` replaces or removes."""
+    written = wire.write_arena(ITEMS, refs)
+    args: dict[str, Any] = {
+        "mm_hashes": None,
+        "mm_hashes_by_modality": {"image": [HASH_A, HASH_B], "audio": ["c" * 64]},
+        "mm_placeholders": None,
+        "mm_placeholders_by_modality": {"image": [[2, 4], [14, 4]], "audio": [[8, 4]]},
+        "mm_kwargs_shm": None,
+        **json.loads(json.dumps(written)),
+    }
+    return request_with(**args | extra)
+
+
+def test_the_arenas_form_is_read_as_it_was_written() -> None:
+    refs = {0: arena_ref(0), 1: arena_ref(1, generation=2**63 - 1), 2: arena_ref(2)}
+    transfer = parse(arena_request(refs)).transfer
+    assert transfer is not None
+    assert transfer.items == ITEMS, "one modality after the other, each in its order"
+    assert transfer.offers == {"arena": refs}
+    assert transfer.is_complete("arena")
+
+
+@pytest.mark.parametrize("sent", [[0], [1], [2], [0, 2], [1, 2], [2, 1]])
+def test_a_partial_transfer_says_which_items_it_holds(sent: list[int]) -> None:
+    refs = {at: arena_ref(at) for at in sent}
+    transfer = parse(arena_request(refs)).transfer
+    assert transfer is not None
+    assert transfer.items == ITEMS
+    assert transfer.offers == {"arena": refs}
+    assert not transfer.is_complete("arena")
+
+
+@pytest.mark.parametrize("missing", ["mm_hashes", "mm_hashes_by_modality"])
+def test_hashes_of_the_arena_or_of_the_request_do(missing: str) -> None:
+    request = arena_request({1: arena_ref(1)})
+    extra = request["extra_args"]
+    (extra["mm_kwargs_arena"] if missing == "mm_hashes" else extra).pop(missing)
+    transfer = parse(request).transfer
+    assert transfer is not None
+    assert transfer.items == ITEMS
+
+
+def test_a_modality_of_which_nothing_is_sent_belongs_to_the_transfer() -> None:
+    request = arena_request({0: arena_ref(0)})
+    request["extra_args"]["mm_kwargs_arena"]["mm_hashes"].pop("audio")
+    transfer = parse(request).transfer
+    assert transfer is not None
+    assert [item.modality for item in transfer.items] == ["image", "image", "audio"]
+
+
+def test_an_arena_and_shm_in_one_request_are_both_offered() -> None:
+    shm = {"modality": "audio", "items": [{"name": "a", "size": 5}], "mm_hashes": ["c" * 64]}
+    transfer = parse(arena_request({1: arena_ref(1)}, mm_kwargs_shm=shm)).transfer
+    assert transfer is not None
+    assert transfer.offers == {"arena": {1: arena_ref(1)}, "shm": {2: wire.ShmRef("a", 5)}}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"index": 2}, "invalid_count"),
+        ({"index": -1}, "invalid_count"),
+        ({"index": 2**40}, "invalid_count"),
+        ({"index": True}, "invalid_count"),
+        ({"index": 1}, "invalid_count"),  # named twice
+        ({"modality": "video"}, "invalid_count"),
+        ({"modality": "hologram"}, "invalid_metadata"),
+        ({"size": 0}, "invalid_size"),
+        ({"size": MB + 1}, "invalid_size"),
+        ({"slot": -1}, "invalid_slot"),
+        ({"slot": "0"}, "invalid_slot"),
+        ({"part": 2**16}, "invalid_slot"),
+        ({"offset": -1}, "invalid_slot"),
+        ({"offset": 2**63}, "invalid_slot"),
+        ({"generation": 0}, "invalid_slot"),
+        ({"generation": 1.0}, "invalid_slot"),
+    ],
+)
+def test_an_arenas_item_out_of_bounds_is_malformed(change: dict[str, Any], expected: str) -> None:
+    request = arena_request({0: arena_ref(0), 1: arena_ref(1)})
+    request["extra_args"]["mm_kwargs_arena"]["items"][0].update(change)
+    assert reason(request) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"socket": "../x"}, "invalid_name"),
+        ({"socket": "/dev/shm/x"}, "invalid_name"),
+        ({"socket": None}, "invalid_name"),
+        ({"host_id": "0" * 15}, "invalid_metadata"),
+        ({"host_id": ""}, "invalid_metadata"),
+        ({"items": []}, "invalid_metadata"),
+        ({"items": "x"}, "invalid_metadata"),
+        ({"mm_hashes": {"image": [HASH_B, HASH_A]}}, "invalid_hash"),
+        ({"mm_hashes": {"image": ["x"]}}, "invalid_hash"),
+        ({"mm_hashes": [HASH_A]}, "invalid_hash"),
+        ({"mm_hashes": {"hologram": []}}, "invalid_hash"),
+    ],
+)
+def test_an_arenas_metadata_out_of_bounds_is_malformed(
+    change: dict[str, Any], expected: str
+) -> None:
+    request = arena_request({0: arena_ref(0)})
+    request["extra_args"]["mm_kwargs_arena"].update(change)
+    assert reason(request) == expected
+
+
+@pytest.mark.parametrize("places", [{"image": [[2, 4], [14, 4]], "audio": [[5, 4]]}, {}])
+def test_placeholders_of_all_modalities_are_checked_together(places: Any) -> None:
+    request = arena_request({0: arena_ref(0)}, mm_placeholders_by_modality=places)
+    assert reason(request) == ("invalid_placeholder" if places else "invalid_count")
+
+
+def test_the_public_names_of_wire() -> None:
+    assert all(hasattr(wire, name) for name in wire.__all__)
+    assert wire.TRANSPORTS == ("arena", "shm", "nixl")
