@@ -6,9 +6,11 @@ import base64
 import io
 import itertools
 import re
+import tempfile
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,6 +40,25 @@ def data_uri(image: Image.Image) -> str:
 def part(url: str) -> dict[str, Any]:
     """A content part of a chat message."""
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def video(frames: int = 4, size: int = 112) -> bytes:
+    """An MP4 of pictures, two a second; another one each time."""
+    import cv2
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "video.mp4")
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 2, (size, size))
+        for _ in range(frames):
+            writer.write(np.asarray(picture(size=size)))
+        writer.release()
+        return path.read_bytes()
+
+
+def video_part(data: bytes) -> dict[str, Any]:
+    """A content part of a chat message."""
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
 
 
 class PictureServer:

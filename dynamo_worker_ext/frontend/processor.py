@@ -19,10 +19,9 @@ from dynamo.llm import FpmEventSubscriber
 from dynamo.runtime import DistributedRuntime
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dynamo_worker_ext import transfer
+from dynamo_worker_ext import transfer, wire
 from dynamo_worker_ext.card import WorkerCard, host_identity
 from dynamo_worker_ext.errors import StartupError, TransferError
-from dynamo_worker_ext.frontend.metadata import MIXING, write_offer
 from dynamo_worker_ext.frontend.plan import plan
 from dynamo_worker_ext.metrics import WarnOnceAMinute
 from dynamo_worker_ext.transfer import MmKwargsSender, codec
@@ -100,8 +99,10 @@ class Outbox:
             request can do without its raw media.
         """
         modalities = [str(feature.modality) for feature in features]
-        # Dynamo's own metadata names one modality and says nothing of items that are left out.
-        usable = [name for name in self._senders if name in MIXING or len(set(modalities)) == 1]
+        # Dynamo's own metadata names one modality for all items.
+        usable = [
+            name for name in self._senders if name in wire.NAMES_ITEMS or len(set(modalities)) == 1
+        ]
         if any(feature.data is None for feature in features):
             return {}, [], False
         with nvtx.annotate("dwe:encode"):
@@ -124,7 +125,7 @@ class Outbox:
                 self._warn(error.reason, "media was not offered over %s: %s", name, error)
                 continue
             offered.append((name, refs))
-            extra |= write_offer(name, modalities, hashes, refs)
+            extra |= wire.write_offer(name, modalities, hashes, dict(enumerate(refs)))
         return extra, offered, chosen.is_certain and len(offered) == len(chosen.transports)
 
     async def cleanup(self, offered: Sequence[tuple[str, Sequence[Any]]]) -> None:

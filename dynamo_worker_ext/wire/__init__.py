@@ -11,14 +11,13 @@ media. Every bound on what comes from the wire is checked in this package and no
     extra_args.expanded_token_ids               the expanded prompt
     multi_modal_data                            raw media: URLs, data URIs, decoded pixels
 
-`types` is what a checked request consists of, `transfer` reads and writes transfer metadata, and
-`request` all of a request. Malformed transfer metadata is no reason to refuse a request that also
-carries raw media, so `parse` never raises for it: the error is handed on in
+`types` is what a checked request consists of, `transfer` reads transfer metadata, `write` writes
+it, and `request` reads all of a request. Malformed transfer metadata is no reason to refuse a
+request that also carries raw media, so `parse` never raises for it: the error is handed on in
 `MediaRequest.transfer_error`.
 """
 
 from dynamo_worker_ext.wire.request import parse
-from dynamo_worker_ext.wire.transfer import write_arena
 from dynamo_worker_ext.wire.types import (
     MAX_ITEMS,
     MODALITIES,
@@ -33,10 +32,12 @@ from dynamo_worker_ext.wire.types import (
     ShmRef,
     Transfer,
 )
+from dynamo_worker_ext.wire.write import NAMES_ITEMS, write_offer
 
 __all__ = [
     "MAX_ITEMS",
     "MODALITIES",
+    "NAMES_ITEMS",
     "TRANSPORTS",
     "ArenaRef",
     "ItemRef",
@@ -48,5 +49,5 @@ __all__ = [
     "ShmRef",
     "Transfer",
     "parse",
-    "write_arena",
+    "write_offer",
 ]

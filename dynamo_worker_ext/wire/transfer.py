@@ -157,44 +157,6 @@ def parse_transfer(extra: Mapping[str, Any], max_item_bytes: int) -> Transfer | 
     return Transfer(tokens, tuple(items), found)
 
 
-def write_arena(items: Sequence[MediaItem], refs: Mapping[int, ArenaRef]) -> dict[str, Any]:
-    """The arena's part of ``extra_args``, which `parse` reads back.
-
-    Args:
-        items: all items of the request.
-        refs: of the items that are sent, at least one, by index in `items`; all of one sender.
-
-    Returns:
-        ``{"mm_kwargs_arena": ...}``, to be merged into ``extra_args``; plain JSON values.
-    """
-    hashes: dict[str, list[str]] = {}
-    entries = []
-    for at, item in enumerate(items):
-        index = len(hashes.setdefault(item.modality, []))
-        hashes[item.modality].append(item.mm_hash)
-        if (ref := refs.get(at)) is not None:
-            entries.append(
-                {
-                    "modality": item.modality,
-                    "index": index,
-                    "part": ref.part,
-                    "slot": ref.slot,
-                    "offset": ref.offset,
-                    "size": ref.size,
-                    "generation": ref.generation,
-                }
-            )
-    [(socket, host_id)] = {(ref.socket, ref.host_id) for ref in refs.values()}
-    return {
-        "mm_kwargs_arena": {
-            "socket": socket,
-            "host_id": host_id,
-            "items": entries,
-            "mm_hashes": hashes,
-        }
-    }
-
-
 def modality_list(extra: Mapping[str, Any], key: str, modality: Modality) -> list[Any]:
     """One modality's list of a field that comes grouped, flat (images only), or not at all."""
     grouped = extra.get(f"{key}_by_modality")

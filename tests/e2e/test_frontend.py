@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
 from tests.apart import prefix_held_by, private_shm
-from tests.counted_worker import WITH_RAW
-from tests.pictures import data_uri, part, picture
+from tests.counted_worker import PROCESSED, WITH_RAW
+from tests.pictures import data_uri, part, picture, video, video_part
 from tests.stack import BASE_ENV, ROOT, FrontendSpec, Stack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -33,6 +33,7 @@ def stack(
 ) -> Iterator[Stack]:
     frontends = {
         "auto": FrontendSpec("vllm", "auto", module=OURS),
+        "shm": FrontendSpec("vllm", "shm", module=OURS),
         "off": FrontendSpec("vllm", "off", module=OURS),
         "rust": FrontendSpec("rust", "off"),
     }
@@ -65,14 +66,39 @@ def test_a_repeated_picture_moves_no_bytes(stack: Stack) -> None:
     assert again.workers[1].total("dynamo_worker_ext_mm_received_bytes_total") == 0
 
 
+def test_memory_is_handed_over_where_it_can_be(stack: Stack) -> None:
+    """By the arena to the worker that shares memory; without a segment an item."""
+    names = set(os.listdir("/dev/shm"))
+    seen = stack.ask("auto", [prefix_held_by(stack, 1), part(data_uri(picture()))])
+    assert seen.workers[1].by("transport", OUTCOMES) == {"arena": 1}
+    new = set(os.listdir("/dev/shm")) - names
+    assert not [name for name in new if name.startswith(f"dwe_{stack.frontend['auto'].pid}_")]
+
+
+def test_a_transport_may_be_asked_for_by_name(stack: Stack) -> None:
+    seen = stack.ask("shm", [prefix_held_by(stack, 1), part(data_uri(picture()))])
+    assert seen.workers[1].by("transport", OUTCOMES) == {"shm": 1}
+
+
+def test_a_picture_and_a_video_travel_together(stack: Stack) -> None:
+    """Where upstream's sender gives up and has the worker process both."""
+    content = [prefix_held_by(stack, 1), part(data_uri(picture())), video_part(video())]
+    seen = stack.ask("auto", content)
+    assert seen.workers[1].by("outcome", OUTCOMES) == {"received": 1}
+    received = {"image": 1, "video": 1}
+    assert seen.workers[1].by("modality", "dynamo_worker_ext_mm_items_total") == received
+    assert seen.workers[1].total(PROCESSED) == 0
+    assert seen.answer.text == stack.ask("off", content).answer.text
+
+
 def test_off_sends_nothing(stack: Stack) -> None:
     seen = stack.ask("off", [prefix_held_by(stack, 1), part(data_uri(picture()))])
     assert seen.workers[1].by("outcome", OUTCOMES) == {"raw": 1}
 
 
 def test_segments_are_withdrawn(stack: Stack) -> None:
-    stack.ask("auto", [prefix_held_by(stack, 1), part(data_uri(picture()))])
-    prefix = f"dwe_{stack.frontend['auto'].pid}_"
+    stack.ask("shm", [prefix_held_by(stack, 1), part(data_uri(picture()))])
+    prefix = f"dwe_{stack.frontend['shm'].pid}_"
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
 
 

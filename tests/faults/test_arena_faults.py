@@ -503,7 +503,12 @@ def metadata(refs: list[ArenaRef]) -> dict[str, Any]:
         for at, kind in enumerate(kinds)
     ]
     return {
-        **wire.write_arena(items, dict(enumerate(refs))),
+        **wire.write_offer(
+            "arena",
+            [item.modality for item in items],
+            [item.mm_hash for item in items],
+            dict(enumerate(refs)),
+        ),
         "expanded_token_ids": list(range(40)),
         "mm_hashes_by_modality": {"image": [f"{0:064x}", f"{1:064x}"], "video": [f"{2:064x}"]},
         "mm_placeholders_by_modality": {"image": [[0, 5], [10, 5]], "video": [[20, 5]]},

@@ -9,9 +9,8 @@ import pytest
 from dynamo_worker_ext.card import WorkerCard
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.frontend.__main__ import PROVEN, check_dynamo
-from dynamo_worker_ext.frontend.metadata import write_offer
 from dynamo_worker_ext.frontend.plan import Plan, check_mode, plan
-from dynamo_worker_ext.wire import ShmRef
+from dynamo_worker_ext.wire import ShmRef, write_offer
 
 HERE = "a" * 16
 
@@ -92,10 +91,20 @@ def test_another_dynamo_is_refused() -> None:
 
 
 def test_shm_metadata_is_dynamos() -> None:
-    assert write_offer("shm", ["image"], ["a" * 64], [ShmRef("dwe_1", 7)]) == {
+    assert write_offer("shm", ["image"], ["a" * 64], {0: ShmRef("dwe_1", 7)}) == {
         "mm_kwargs_shm": {
             "modality": "image",
             "items": [{"name": "dwe_1", "size": 7}],
             "mm_hashes": ["a" * 64],
         }
     }
+
+
+@pytest.mark.parametrize(
+    ("modalities", "sent"), [(["image", "video"], [0, 1]), (["image", "image"], [1])]
+)
+def test_what_dynamos_metadata_cannot_say_is_not_written(
+    modalities: list[str], sent: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="takes all items of a request, of one modality"):
+        write_offer("shm", modalities, ["a" * 64] * 2, {i: ShmRef("dwe_1", 7) for i in sent})

@@ -270,7 +270,9 @@ def arena_ref(at: int, **change: Any) -> wire.ArenaRef:
 
 def arena_request(refs: dict[int, wire.ArenaRef], **extra: Any) -> dict[str, Any]:
     """Two images and an audio, of which the arena sends `refs`; `extra` replaces or removes."""
-    written = wire.write_arena(ITEMS, refs)
+    written = wire.write_offer(
+        "arena", [i.modality for i in ITEMS], [i.mm_hash for i in ITEMS], refs
+    )
     args: dict[str, Any] = {
         "mm_hashes": None,
         "mm_hashes_by_modality": {"image": [HASH_A, HASH_B], "audio": ["c" * 64]},
