@@ -7,7 +7,7 @@ usage() {
     cat <<'HELP'
 usage: launch/agg_multimodal_router.sh --model MODEL [options] [-- ENGINE-ARGUMENT...]
 
-Starts N workers of this package and one of Dynamo's frontends with its KV router in front of
+Starts N workers of this package and Dynamo's frontend with its KV router in front of
 them, all at the same time, waits until all are ready, and keeps watch until it is stopped.
 Discovery is a folder and every socket is on loopback: neither etcd nor NATS is needed.
 
@@ -32,9 +32,9 @@ the frontend:
   --frontend vllm|rust      who makes chats into tokens: vLLM's own processor, which also
                             pre-processes images and passes them on, or Dynamo's built-in one,
                             which leaves images to the workers (default: vllm)
-  --mm-transfer HOW         how the vllm frontend passes pre-processed images on: shm, nixl or
-                            off; only what the workers of this version can receive is accepted
-                            (default: shm with --frontend vllm, off with --frontend rust)
+  --mm-transfer HOW         how the vllm frontend passes pre-processed images on: auto (by what each
+                            worker's card says that it can read), arena, shm, nixl or off
+                            (default: auto with --frontend vllm, off with --frontend rust)
   --host HOST               where the frontend listens (default: 127.0.0.1)
   --http-port PORT          and on which port; 0 for a free one (default: 8000)
 
@@ -126,7 +126,7 @@ number --drain-timeout "$DRAIN" 0
 
 [[ $ENGINE == vllm ]] || fail "--engine $ENGINE: only vllm is built in this version"
 case $FRONTEND in
-vllm) TRANSFER=${TRANSFER:-shm} ;;
+vllm) TRANSFER=${TRANSFER:-auto} ;;
 rust)
     [[ ${TRANSFER:-off} == off ]] || fail "--mm-transfer $TRANSFER needs --frontend vllm" \
         "Dynamo's built-in processor does not pre-process images; its workers load them."
@@ -172,7 +172,7 @@ FACTS
 ) || fail "$PYTHON lacks this package, Dynamo or vLLM; see above" \
     "launch/setup.sh $ENGINE makes an environment that has them."
 { read -r VLLM_VERSION DYNAMO_VERSION VERSION; read -r RECEIVABLE; } <<<"$facts"
-if [[ $TRANSFER != off && " $RECEIVABLE " != *" $TRANSFER "* ]]; then
+if [[ " auto off $RECEIVABLE " != *" $TRANSFER "* ]]; then
     fail "--mm-transfer $TRANSFER: the workers of this version can receive: ${RECEIVABLE:-nothing}" \
         "Images sent another way would be lost."
 fi
@@ -269,18 +269,16 @@ start_worker() {
 start_frontend() {
     local settings=() arguments=(--http-host "$HOST" --http-port "$HTTP_PORT" --router-mode kv)
     [[ $FRONTEND == rust ]] || arguments+=(--dyn-chat-processor vllm)
-    case $TRANSFER in
-    off) settings+=(DYNAMO_DISABLE_NIXL_MM=1) ;;
-    *) settings+=("DYNAMO_MM_TRANSFER=$TRANSFER") ;;
-    esac
+    settings+=("DYNAMO_MM_TRANSFER=$TRANSFER")
     # Its own system server would take the workers' port from the environment.
     start frontend "$LOG_DIR/frontend.log" frontend_is_ready -u DYN_SYSTEM_PORT "${settings[@]}" \
-        "$PYTHON" -m dynamo.frontend "${arguments[@]}"
+        "$PYTHON" -m dynamo_worker_ext.frontend "${arguments[@]}"
 }
 
 how_images_travel() {
     case $TRANSFER in
     off) echo "images left to the workers" ;;
+    auto) echo "pre-processed images as each worker can take them" ;;
     *) echo "pre-processed images over $TRANSFER" ;;
     esac
 }
