@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 from dynamo_worker_ext.errors import StartupError, TransportUnavailableError
@@ -25,10 +26,10 @@ __all__ = [
 ]
 
 #: Module and class prefix of each transport that exists.
-_BUILT: Final = {"shm": ("shm", "Shm"), "fake": ("fake", "Fake")}
+_BUILT: Final = {"shm": ("shm", "Shm"), "nixl": ("nixl", "Nixl"), "fake": ("fake", "Fake")}
 
 #: Names that DESIGN gives to transports which this version does not have yet.
-_PLANNED: Final = ("arena", "nixl")
+_PLANNED: Final = ("arena",)
 
 
 def open_receiver(
@@ -37,7 +38,7 @@ def open_receiver(
     """A receiver by the name of its transport.
 
     Args:
-        name: ``shm``, or ``fake`` in tests.
+        name: ``shm``, ``nixl``, or ``fake`` in tests.
         limits: sizes and deadline.
         metrics: where stages and bytes are counted.
         options: keyword arguments of that receiver's own.
@@ -68,7 +69,9 @@ def open_sender(name: str, **options: Any) -> MmKwargsSender[Any]:
 def receivable() -> tuple[str, ...]:
     """Transports that can be opened on this host, in the order in which they are preferred."""
     usable = os.access("/dev/shm", os.R_OK | os.X_OK)  # noqa: S108 - see shm.SHM_DIRECTORY
-    return ("shm",) if usable else ()
+    # Not imported: that takes a second, and a worker may be told to leave it alone.
+    nixl = find_spec("nixl") is not None
+    return (("shm",) if usable else ()) + (("nixl",) if nixl else ())
 
 
 def _load(name: str, kind: str) -> Any:
