@@ -73,7 +73,7 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
         if arena_bytes is None:
             arena_bytes = max(64 << 20, limits.max_item_bytes + HEADER_BYTES)
         self._pool = BufferPool(pool_bytes)
-        self._thread = AgentThread(arena_bytes, self._pool)
+        self._thread = AgentThread(arena_bytes, self._pool, on_unknown=self._on_unknown)
         try:
             self._probe = Probe()
         except OSError as error:
@@ -111,7 +111,7 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
             for read in reads:
                 read.future.cancel()
         for read in reads:
-            self._submit(read)
+            self._thread.submit(read)
         if error is not None:
             raise error
         waiting = [asyncio.wrap_future(read.future) for read in reads]
@@ -156,14 +156,14 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
             )
         return offer
 
-    def _submit(self, read: Read) -> None:
-        if read.offer.digest in self._thread.digests():
-            self._thread.submit(read)
-        else:
+    def _on_unknown(self, read: Read) -> None:
+        try:
             self._executor.submit(self._introduce, read)
+        except RuntimeError:  # it was shut down meanwhile
+            read.fail(TransportUnavailableError("the nixl receiver is closed"))
 
     def _introduce(self, read: Read) -> None:
-        """Have the metadata of an unknown peer tried. Blocks; in the probe's thread."""
+        """Have metadata tried. Blocks; in the probe's thread."""
         try:
             if self._closed:
                 raise TransportUnavailableError("the nixl receiver is closed")
@@ -172,6 +172,7 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
         except TransferError as error:
             read.fail(error)
         else:
+            read.tried = True
             self._thread.submit(read)
 
 
@@ -198,7 +199,7 @@ class NixlSender(MmKwargsSender[NixlRef]):
         self._withdrawn: OrderedDict[str, Bytes] = OrderedDict()
         # Not to be guessed, and not to be met again after a restart.
         self._generations = itertools.count(secrets.randbits(62))
-        self._thread = AgentThread(arena_bytes, BufferPool(0), self._was_read)
+        self._thread = AgentThread(arena_bytes, BufferPool(0), on_notification=self._was_read)
         self._metadata = nixl_request.pack(self._thread.metadata)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dwe-nixl-send")
         self._closed = False

@@ -71,6 +71,8 @@ class Probe:
         """
         if (before := self._refused.get(offer.digest)) is not None:
             raise PeerError(before, reason="peer_refused")
+        if self._child.poll() is not None:
+            self._restart()  # somebody ended it while it had nothing to do; not this peer's fault
         if not self._ready:
             if self._receive(_START_S) is None:
                 self._restart()

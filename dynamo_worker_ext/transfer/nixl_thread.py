@@ -63,14 +63,16 @@ class Read:
     Attributes:
         offer: what is read.
         future: done when it is over. Cancelling it gives the read up; the peer is told.
+        tried: whether the metadata of its offer is known to be safe to load.
         payload: what arrived. Not the future's result, which others hold on to for a while.
     """
 
-    __slots__ = ("future", "memory", "offer", "payload", "transfer")
+    __slots__ = ("future", "memory", "offer", "payload", "transfer", "tried")
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
         self.future: Future[None] = Future()
+        self.tried = False
         self.payload: memoryview | None = None
         self.memory: Bytes | None = None
         self.transfer: Transfer | None = None
@@ -78,7 +80,7 @@ class Read:
     def fail(self, error: TransferError) -> None:
         """End it with an error, if it has not ended otherwise."""
         if not self.future.done() and self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+            self.future.set_exception(_bare(error))
 
 
 class AgentThread:
@@ -88,6 +90,8 @@ class AgentThread:
         arena_bytes: what is registered.
         pool: where payloads are copied to.
         on_notification: called in the thread with each key that a peer sends.
+        on_unknown: called in the thread with each read whose peer is not loaded and whose
+            metadata was not tried yet; it is to be submitted again once that was done.
 
     Raises:
         TransportUnavailableError: see `Agent`.
@@ -97,11 +101,14 @@ class AgentThread:
         self,
         arena_bytes: int,
         pool: BufferPool,
+        *,
         on_notification: Callable[[bytes], None] | None = None,
+        on_unknown: Callable[[Read], None] | None = None,
     ) -> None:
         self.arena = Arena(arena_bytes)
         self._pool = pool
         self._on_notification = on_notification
+        self._on_unknown = on_unknown
         self._commands: SimpleQueue[Read | None] = SimpleQueue()
         self._waiting: list[Read] = []
         self._active: list[Read] = []
@@ -119,7 +126,7 @@ class AgentThread:
         self.digests: Callable[[], frozenset[bytes]] = lambda: agent.digests
 
     def submit(self, read: Read) -> None:
-        """Start a read; the metadata of its offer must be known to be safe."""
+        """Start a read."""
         self._commands.put(read)
         if self._closed.is_set() and not self._thread.is_alive():
             read.fail(_closed())
@@ -207,6 +214,10 @@ class AgentThread:
         """Post a read; say whether there is no more to do to start it, and whether there is no
         room for others."""
         offer = read.offer
+        if not read.tried and offer.digest not in agent.digests:
+            if self._on_unknown is not None:
+                self._on_unknown(read)
+            return True, full
         peer: Peer | None = agent.admit(offer.agent, offer.digest, offer.metadata)
         if read.future.cancelled():
             # Given up before it began. The sender holds its memory until it hears of that.
@@ -241,10 +252,13 @@ class AgentThread:
                 ended = transfer.failed = True
                 read.fail(error)
                 agent.notify(read.offer.agent, read.offer.key)
+                # What was tried when the peer lived has to be tried again before it is loaded.
+                for other in self._waiting:
+                    other.tried &= other.offer.digest != read.offer.digest
         if not ended or not agent.release(transfer):
             return False
+        read.memory = None  # whoever waits for others of its request still holds the read
         if transfer.failed:
-            # Whoever comes back under this name is tried again first.
             if not transfer.peer.reads:
                 agent.forget(transfer.peer)
         elif not read.future.done() and read.future.set_running_or_notify_cancel():
@@ -252,7 +266,7 @@ class AgentThread:
                 read.payload = take(read.offer, memory, self._pool)
                 read.future.set_result(None)
             except PeerError as error:
-                read.future.set_exception(error)
+                read.future.set_exception(_bare(error))
         return True
 
     def _end(self, agent: Agent) -> None:
@@ -271,6 +285,11 @@ class AgentThread:
             _ABANDONED.append((agent, self._active))
         else:
             agent.close()
+
+
+def _bare(error: TransferError) -> TransferError:
+    """Without the frames it came through: they hold the arena's memory for as long as it lives."""
+    return error.with_traceback(None)
 
 
 def _closed() -> TransportUnavailableError:
