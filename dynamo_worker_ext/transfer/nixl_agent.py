@@ -134,7 +134,6 @@ class Agent:
         try:
             loaded = self._agent.loadRemoteMD(metadata)
             if loaded != name.encode():
-                self._agent.invalidateRemoteMD(loaded)
                 raise PeerError(f"metadata of {name} is another agent's", reason="peer_refused")
             self._agent.makeConnection(name, [])
         except self._careless as error:

@@ -29,15 +29,18 @@ from typing import Final
 from dynamo_worker_ext.errors import PeerError, TransferError, TransportUnavailableError
 from dynamo_worker_ext.transfer.nixl_agent import Agent
 from dynamo_worker_ext.transfer.nixl_arena import Arena
-from dynamo_worker_ext.transfer.nixl_request import MAX_METADATA_BYTES, Offer, agent_name
+from dynamo_worker_ext.transfer.nixl_request import MAX_METADATA_BYTES, Offer, rename
 
 #: Seconds for the child to import nixl and start an agent, and for one verdict.
 _START_S: Final = 60.0
-_VERDICT_S: Final = 3.0
-_HANG_S: Final = 10
+_VERDICT_S: Final = 5.0
+_HANG_S: Final = 10  # in the child, should nobody be left to end it
 
 #: Metadata known to kill, so that it does so once.
 _MAX_REFUSED: Final = 1024
+
+#: Failures after which the child is replaced: of each something may stay in its agent.
+_MAX_FAILURES: Final = 500
 
 _LENGTH: Final = struct.Struct("<I")
 _ASK: Final = struct.Struct("<Q")  # address of a byte that the peer offers
@@ -55,6 +58,7 @@ class Probe:
         self._lock = threading.Lock()
         self._closed = False
         self._ready = False
+        self._failures = 0
         self._child = self._start()
 
     @property
@@ -96,8 +100,11 @@ class Probe:
             raise PeerError(message, reason="peer_refused")
         verdict, text = answer[:1], answer[1:].decode(errors="replace")
         if verdict != _GOOD:
+            self._failures += 1
+            if self._failures >= _MAX_FAILURES:
+                self._restart()
             reason = "peer_dead" if verdict == _DEAD else "peer_refused"
-            raise PeerError(text, reason=reason)
+            raise PeerError(f"{offer.agent} cannot be used: {text}", reason=reason)
 
     def stop(self) -> None:
         """End the child. A `check` that runs in another thread ends with an error."""
@@ -140,6 +147,7 @@ class Probe:
             self._child.wait()
             self._release()
             self._ready = False
+            self._failures = 0
             self._child = self._start()
         return "" if code is None else f"signal {-code}" if code < 0 else f"exit {code}"
 
@@ -182,7 +190,7 @@ def main() -> None:
     _write(out, _LENGTH.pack(0))
     while head := _read(0, _LENGTH.size):
         body = _read(0, min(_LENGTH.unpack(head)[0], _ASK.size + MAX_METADATA_BYTES))
-        signal.alarm(_HANG_S)  # ends native code too, when nobody is left to kill us
+        signal.alarm(_HANG_S)  # ends native code, too
         try:
             _try(agent, _ASK.unpack_from(body)[0], body[_ASK.size :])
         except TransferError as error:
@@ -196,9 +204,12 @@ def main() -> None:
 
 
 def _try(agent: Agent, address: int, metadata: bytes) -> None:
-    peer = agent.admit(agent_name(metadata), b"", metadata)
+    # Never twice under one name: NIXL keeps what it took of metadata before it stumbled, and
+    # would then refuse the real metadata of that name.
+    name = f"tried-{uuid.uuid4().hex}"
+    peer = agent.admit(name, b"", rename(metadata, name))
     if peer is None:
-        raise PeerError("a transfer from this peer hangs", reason="peer_dead")
+        raise PeerError("the peer is busy", reason="peer_dead")
     try:
         transfer = agent.read(peer, address, agent.arena.address, 1, "")
         try:

@@ -162,14 +162,17 @@ def agent_name(metadata: bytes) -> str:
     Raises:
         InvalidTransferError: ``invalid_metadata``.
     """
-    at = len(_SERIALIZED) + _LENGTH.size
-    if not metadata.startswith(_SERIALIZED) or len(metadata) < at:
-        raise _malformed("NIXL metadata starts with the name of its agent, and this does not")
-    (length,) = _LENGTH.unpack_from(metadata, len(_SERIALIZED))
-    name = metadata[at : at + length]
-    if len(name) != length or not _NAME.fullmatch(name) or metadata[at + length :][:1] != b"|":
-        raise _malformed("the name of a NIXL agent is 1 to 256 printable characters")
-    return name.decode()
+    return _split(metadata)[0].decode()
+
+
+def rename(metadata: bytes, name: str) -> bytes:
+    """The same metadata under another name.
+
+    Raises:
+        InvalidTransferError: ``invalid_metadata``.
+    """
+    new = name.encode()
+    return _SERIALIZED + _LENGTH.pack(len(new)) + new + _split(metadata)[1]
 
 
 def write(slot: Bytes, pieces: Sequence[codec.Piece], generation: int) -> Stamp:
@@ -250,6 +253,18 @@ class _Checksum:
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
+
+
+def _split(metadata: bytes) -> tuple[bytes, bytes]:
+    """The agent's name and what comes behind it."""
+    at = len(_SERIALIZED) + _LENGTH.size
+    if not metadata.startswith(_SERIALIZED) or len(metadata) < at:
+        raise _malformed("NIXL metadata starts with the name of its agent, and this does not")
+    (length,) = _LENGTH.unpack_from(metadata, len(_SERIALIZED))
+    name, rest = metadata[at : at + length], metadata[at + length :]
+    if len(name) != length or not _NAME.fullmatch(name) or not rest.startswith(b"|"):
+        raise _malformed("the name of a NIXL agent is 1 to 256 printable characters")
+    return name, rest
 
 
 def _unpack(text: str) -> bytes:

@@ -289,6 +289,7 @@ class AgentThread:
 
 def _bare(error: TransferError) -> TransferError:
     """Without the frames it came through: they hold the arena's memory for as long as it lives."""
+    error.__context__ = None  # refers to frames just as well
     return error.with_traceback(None)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_worker_ext.errors import TransferError, TransferTimeoutError
@@ -110,11 +110,8 @@ def changed(ref: NixlRef, **fields: Any) -> NixlRef:
 
 
 def renamed(ref: NixlRef, metadata: bytes, name: str) -> NixlRef:
-    """A reference whose metadata is that of another agent, under a name of the same length."""
-    own = nixl_request.agent_name(metadata)
-    assert len(own) == len(name)
-    lie = metadata.replace(own.encode(), name.encode())
-    return changed(ref, nixl_metadata=nixl_request.pack(lie))
+    """A reference whose metadata is that of another agent, under a name that is not its own."""
+    return changed(ref, nixl_metadata=nixl_request.pack(nixl_request.rename(metadata, name)))
 
 
 # Peers that are dead
@@ -144,7 +141,7 @@ async def test_a_peer_killed_in_the_middle_of_reads_is_dead(
     refs = peer.offer(*[8 * MB] * 6)
     await receiver.receive(refs[:1])
     reads = [asyncio.create_task(receiver.receive(refs)) for _ in range(20)]
-    await until(lambda: receiver.statistics()[0].running > 0 or any(r.done() for r in reads))
+    await until(lambda: receiver.statistics()[0].running > 0)
     peer.kill()
     results = await asyncio.gather(*reads, return_exceptions=True)
     for result in results:
@@ -245,6 +242,8 @@ async def test_an_address_that_was_not_offered_is_refused(
     for known in (False, True):
         for ptr in (0x1000, at - 512 * MB, at + 512 * MB, 2**47):
             assert await reason_of(receiver, [changed(ref, ptr=ptr)]) == "peer_refused", known
+        # The arena has room for one of these: what is refused must not keep it.
+        assert await reason_of(receiver, [changed(ref, size=64 * MB)]) == "peer_refused"
         assert await reason_of(receiver, [changed(ref, size=64 * MB)]) == "peer_refused"
         await receiver.receive([ref])
 
@@ -276,6 +275,21 @@ async def test_who_uses_our_own_name_is_refused(receiver: NixlReceiver, victim: 
     own = nixl_request.agent_name(receiver._thread.metadata)
     lie = renamed(ref, nixl_request.parse(ref).metadata, own)
     assert await reason_of(receiver, [lie]) == "peer_refused"
+
+
+async def test_metadata_that_is_half_taken_does_not_keep_the_real_peer_out(
+    receiver: NixlReceiver, victim: Peer
+) -> None:
+    [ref] = victim.offer(1000)
+    metadata = nixl_request.parse(ref).metadata
+    at = metadata.index(b"MemSection")
+    halves = [metadata[:at], metadata[: at + 60], metadata.replace(b"nixlSDList", b"nixlXDList")]
+    lies = [changed(ref, nixl_metadata=nixl_request.pack(half)) for half in halves]
+    for known in (False, True):
+        for lie in lies:
+            assert await reason_of(receiver, [lie]) == "peer_refused", known
+        [one] = await receiver.receive([ref])
+        assert bytes(one.payload) == pattern(1000, 1)
 
 
 async def test_metadata_that_crashes_nixl_takes_only_the_probe(
@@ -314,7 +328,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-@settings(max_examples=10_000 if NIGHTLY else 300)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_metadata_never_harms_the_worker(
     receiver: NixlReceiver, good: Peer, loop: asyncio.AbstractEventLoop, seed: int
@@ -372,12 +385,11 @@ async def test_notifications_do_not_pile_up(receiver: NixlReceiver, good: Peer) 
     for _ in range(rounds):
         await receiver.receive(good.offer(*[100] * 10))
         good.ask(do="withdraw")
-    sent = rounds * 10
-    await until(
-        lambda: good.ask(do="statistics")["notifications"] >= sent + before["notifications"]
-    )
+    # Each was seen and taken away. What others here left unread may be seen just now as well.
+    await until(lambda: good.ask(do="statistics")["unread"] <= before["unread"])
     after = good.ask(do="statistics")
-    assert (after["unread"], after["leased"]) == (before["unread"], before["leased"])
+    assert after["notifications"] >= before["notifications"] + rounds * 10
+    assert after["leased"] <= before["leased"]
 
 
 async def test_two_senders_and_two_receivers_do_not_mix_items(

@@ -140,7 +140,8 @@ def test_whatever_was_changed_is_our_error_or_a_checked_offer(seed: int) -> None
     try:
         offer = nixl_request.parse(NixlRef(1000, descriptor))
     except InvalidTransferError as error:
-        assert error.reason.startswith("invalid_")
+        reason = error.reason
+        assert reason.startswith("invalid_")
     else:
         assert offer.size == 1000
         assert HEADER_BYTES < offer.ptr < 2**56

@@ -113,10 +113,10 @@ async def test_closing_twice_is_closing_once(pair: Pair) -> None:
 
 
 def test_only_what_is_built_is_receivable() -> None:
-    assert transfer.receivable() == ("shm",)
+    assert set(transfer.receivable()) <= {"shm", "nixl"}
 
 
-@pytest.mark.parametrize("name", ["arena", "nixl"])
+@pytest.mark.parametrize("name", ["arena"])
 def test_a_transport_that_is_not_built_is_unavailable(
     name: str, limits: Limits, metrics: Metrics
 ) -> None:
