@@ -225,10 +225,10 @@ class NixlSender(MmKwargsSender[NixlRef]):
         # Whoever gives up in what follows has nothing to return: slots come back by themselves.
         slots = [self._slot(size) for size in sizes]
         if sum(sizes) <= _WRITE_INLINE_BYTES:
-            stamps = self._write(slots, payloads)
+            stamps = self._write(list(slots), payloads)
         else:
             loop = asyncio.get_running_loop()
-            stamps = await loop.run_in_executor(self._executor, self._write, slots, payloads)
+            stamps = await loop.run_in_executor(self._executor, self._write, list(slots), payloads)
         refs = []
         with self._lock:
             if self._closed:
@@ -282,12 +282,15 @@ class NixlSender(MmKwargsSender[NixlRef]):
         return slot
 
     def _write(
-        self, slots: Sequence[Bytes], payloads: Sequence[Sequence[codec.Piece]]
+        self, slots: list[Bytes], payloads: Sequence[Sequence[codec.Piece]]
     ) -> list[nixl_request.Stamp]:
-        return [
-            nixl_request.write(slot, pieces, next(self._generations) % 2**64)
-            for slot, pieces in zip(slots, payloads, strict=True)
-        ]
+        try:
+            return [
+                nixl_request.write(slot, pieces, next(self._generations))
+                for slot, pieces in zip(slots, payloads, strict=True)
+            ]
+        finally:
+            slots.clear()  # the executor keeps its arguments for a moment longer
 
     def _was_read(self, notified: bytes) -> None:
         """A reader is done. Called by the thread with whatever peers send."""

@@ -84,7 +84,7 @@ class Agent:
             for name, value in vars(native).items()
             if name.startswith("nixl") and name.endswith("Error")
         )
-        # What it may raise besides: it decodes names from metadata without care.
+        # What they may raise besides: they decode the names that peers give without care.
         careless: tuple[type[Exception], ...] = (*self.errors, RuntimeError, ValueError)
         self._careless = careless
         self.name = name
@@ -214,7 +214,7 @@ class Agent:
 
     def notifications(self) -> list[bytes]:
         """What peers have sent since the last call."""
-        with suppress(*self.errors):
+        with suppress(*self._careless):
             return [key for keys in self._agent.getNotifs({}, []).values() for key in keys]
         return []
 

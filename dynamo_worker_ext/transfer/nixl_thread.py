@@ -105,7 +105,12 @@ class AgentThread:
         on_notification: Callable[[bytes], None] | None = None,
         on_unknown: Callable[[Read], None] | None = None,
     ) -> None:
-        self.arena = Arena(arena_bytes)
+        try:
+            self.arena = Arena(arena_bytes)
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
+            raise TransportUnavailableError(
+                f"the nixl transport has no memory for an arena of {arena_bytes} bytes: {error}"
+            ) from None
         self._pool = pool
         self._on_notification = on_notification
         self._on_unknown = on_unknown
@@ -127,9 +132,10 @@ class AgentThread:
 
     def submit(self, read: Read) -> None:
         """Start a read."""
-        self._commands.put(read)
-        if self._closed.is_set() and not self._thread.is_alive():
+        if self._closed.is_set():
             read.fail(_closed())
+        else:
+            self._commands.put(read)
 
     def statistics(self) -> ThreadStatistics:
         """What the thread is busy with, as of its last look."""
@@ -267,13 +273,16 @@ class AgentThread:
                 read.future.set_result(None)
             except PeerError as error:
                 read.future.set_exception(_bare(error))
+            except (MemoryError, OSError):
+                size = read.offer.size
+                read.future.set_exception(
+                    TransportUnavailableError(f"there is no memory for an item of {size} bytes")
+                )
         return True
 
     def _end(self, agent: Agent) -> None:
-        with suppress(Empty):
-            while True:
-                if (read := self._commands.get_nowait()) is not None:
-                    self._waiting.append(read)
+        self._closed.set()  # also where the thread ends by an error of its own
+        self._accept(0.0)
         for read in self._waiting + self._active:
             read.fail(_closed())
         self._waiting.clear()
@@ -281,6 +290,10 @@ class AgentThread:
         while self._active and time.monotonic() < until:
             self._active = [read for read in self._active if not self._finish(agent, read)]
             time.sleep(_POLL_S)
+        self._accept(0.0)  # what was asked for at the moment of closing
+        for read in self._waiting:
+            read.fail(_closed())
+        self._waiting.clear()
         if self._active:
             _ABANDONED.append((agent, self._active))
         else:
