@@ -76,11 +76,9 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
         self._thread = AgentThread(arena_bytes, self._pool, on_unknown=self._on_unknown)
         try:
             self._probe = Probe()
-        except OSError as error:
+        except TransportUnavailableError:
             self._thread.close()
-            raise TransportUnavailableError(
-                f"the nixl transport cannot start its child process: {error.strerror}"
-            ) from None
+            raise
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dwe-nixl-probe")
         self._closed = False
 

@@ -51,6 +51,9 @@ class Probe:
     """The parent's half. `check` is for one thread at a time.
 
     Starting it does not wait for the child to be ready.
+
+    Raises:
+        TransportUnavailableError: no child can be started.
     """
 
     def __init__(self) -> None:
@@ -121,18 +124,23 @@ class Probe:
     def _start(self) -> subprocess.Popen[bytes]:
         package = str(Path(__file__).parents[2])
         path = os.environ.get("PYTHONPATH")
-        return subprocess.Popen(  # noqa: S603 - nothing in it comes from outside
-            [sys.executable, "-P", "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package,
-                "UCX_HANDLE_ERRORS": "none",  # crashing is its job; no backtrace, no debugger
-            },
-        )
+        try:
+            return subprocess.Popen(  # noqa: S603 - nothing in it comes from outside
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package,
+                    "UCX_HANDLE_ERRORS": "none",  # crashing is its job; no backtrace, no debugger
+                },
+            )
+        except OSError as error:
+            raise TransportUnavailableError(
+                f"the probe of NIXL peers cannot be started: {error.strerror}"
+            ) from None
 
     def _restart(self) -> str:
         """Replace the child; say how it had ended, if it had ended by itself."""

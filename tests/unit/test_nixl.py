@@ -370,6 +370,19 @@ def test_a_host_without_nixl_is_an_unavailable_transport(
         transfer.open_receiver("nixl", limits, metrics)
 
 
+def test_a_probe_that_cannot_be_started_is_an_unavailable_transport(
+    metrics: Metrics, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_many(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    before = threading.active_count()
+    monkeypatch.setattr(subprocess, "Popen", too_many)
+    with pytest.raises(TransportUnavailableError, match="cannot be started"):
+        NixlReceiver(limits, metrics, arena_bytes=MB)
+    assert threading.active_count() <= before
+
+
 def test_an_arena_that_there_is_no_memory_for_is_an_unavailable_transport(
     metrics: Metrics, limits: Limits
 ) -> None:
