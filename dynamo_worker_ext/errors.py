@@ -11,6 +11,7 @@ WorkerExtError
 ├── TransferError            pre-processed media did not arrive; carries a `reason`
 │   ├── InvalidTransferError     metadata or payload is malformed (`invalid_*`)
 │   ├── SegmentError             a segment is missing, stale, short or foreign (`segment_*`)
+│   ├── PeerError                a NIXL peer is dead or not what it says (`peer_*`)
 │   ├── TransferTimeoutError     the deadline passed (`timeout`)
 │   └── TransportUnavailableError  this worker does not take that transport (`unavailable`)
 ├── MediaLostError           media did not arrive and cannot be processed here either
@@ -101,6 +102,15 @@ class SegmentError(TransferError):
     ``segment_foreign`` (another user's, or not what it should be), ``segment_refused`` (the
     operating system refused for another reason, such as too many open files), ``segment_full``
     (a sender found no room).
+    """
+
+
+class PeerError(TransferError):
+    """A NIXL peer cannot be read from, or what it sent is not what it offered.
+
+    ``peer_dead`` (gone, or not to be reached from here), ``peer_refused`` (its metadata or address
+    is not accepted), ``peer_stale`` (it has taken the item back), ``peer_corrupt`` (the bytes are
+    not those that it offered).
     """
 
 

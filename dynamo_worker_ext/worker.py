@@ -34,10 +34,12 @@ from dynamo_worker_ext.errors import (
     MediaLostError,
     RequestError,
     StartupError,
+    TransportUnavailableError,
     WorkerExtError,
 )
 from dynamo_worker_ext.hashing import HashMode
 from dynamo_worker_ext.metrics import Metrics, WarnOnceAMinute
+from dynamo_worker_ext.transfer import Limits, MmKwargsReceiver
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class WorkerOptions:
 
     Attributes:
         transports: what pre-processed media is taken over, in order of preference.
+        all_transports: whether each of them was asked for by name, so that one that cannot be had
+            is an error.
         max_item_bytes: largest payload of one media item.
         transfer_timeout_s: seconds for one request's payloads to arrive.
         hash_mode: how media is identified to the router; None for what this Dynamo expects.
@@ -59,6 +63,7 @@ class WorkerOptions:
     """
 
     transports: tuple[str, ...]
+    all_transports: bool
     max_item_bytes: int
     transfer_timeout_s: float
     hash_mode: HashMode | None
@@ -75,7 +80,7 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
         env_var="DYN_MM_TRANSFER",
         default="auto",
         help="Transports over which pre-processed media is accepted: a comma-separated list in "
-        f"order of preference from {', '.join(transfer.receivable())}; 'auto' for all of them, "
+        f"order of preference from {', '.join(transfer.usable())}; 'auto' for all of them, "
         "'off' for none (the frontend then has to send URLs).",
     )
     add_argument(
@@ -141,6 +146,7 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
             raise StartupError(f"{flag} is {value}; it must not be negative")
     return WorkerOptions(
         transports=_transports(args.mm_transfer),
+        all_transports=args.mm_transfer != "auto",
         max_item_bytes=args.mm_max_item_mb * 1024 * 1024,
         transfer_timeout_s=args.mm_transfer_timeout,
         hash_mode=None if args.mm_hash_mode == "auto" else HashMode(args.mm_hash_mode),
@@ -150,7 +156,7 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
 
 
 def _transports(value: str) -> tuple[str, ...]:
-    known = transfer.receivable()
+    known = transfer.usable()
     if value == "auto":
         return known
     if value == "off":
@@ -341,6 +347,23 @@ class Worker(LLMEngine):
         os.environ["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0"
         # The SDK has no call for this; its own signal path unregisters and cleans up.
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def open_receivers(self) -> dict[str, MmKwargsReceiver[Any]]:
+        """Receivers of the transports that were asked for, the preferred first.
+
+        Raises:
+            StartupError: one that was asked for by name cannot be had here.
+        """
+        limits = Limits(self.options.max_item_bytes, self.options.transfer_timeout_s)
+        receivers: dict[str, MmKwargsReceiver[Any]] = {}
+        for name in self.options.transports:
+            try:
+                receivers[name] = transfer.open_receiver(name, limits, self.metrics)
+            except TransportUnavailableError as error:
+                if self.options.all_transports:
+                    raise StartupError(f"--mm-transfer {name}: {error}") from error
+                log.warning("media is not taken over %s: %s", name, error)
+        return receivers
 
     @contextmanager
     def _serving(self) -> Iterator[None]:

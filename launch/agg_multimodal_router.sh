@@ -167,7 +167,7 @@ from importlib.metadata import version
 from dynamo_worker_ext import transfer
 
 print(version("vllm"), version("ai-dynamo"), version("dynamo-worker-ext"))
-print(*transfer.receivable())
+print(*transfer.usable())
 FACTS
 ) || fail "$PYTHON lacks this package, Dynamo or vLLM; see above" \
     "launch/setup.sh $ENGINE makes an environment that has them."

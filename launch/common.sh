@@ -86,6 +86,7 @@ export_loopback_environment() {
     export DYN_TCP_RESPONSE_STREAM_HOST=${DYN_TCP_RESPONSE_STREAM_HOST:-127.0.0.1}
     export DYN_EVENT_PLANE_HOST=${DYN_EVENT_PLANE_HOST:-127.0.0.1}
     export DYN_SYSTEM_HOST=${DYN_SYSTEM_HOST:-127.0.0.1}
+    export UCX_NET_DEVICES=${UCX_NET_DEVICES:-lo}
     export VLLM_HOST_IP=${VLLM_HOST_IP:-127.0.0.1}
     export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1}
     # The frontends see a worker leave at once here; Dynamo's 5 s are for those on other machines.

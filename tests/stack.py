@@ -54,6 +54,7 @@ BASE_ENV: Mapping[str, str] = {
     "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
     "DYN_EVENT_PLANE_HOST": "127.0.0.1",
     "DYN_SYSTEM_HOST": "127.0.0.1",
+    "UCX_NET_DEVICES": "lo",
     "DYN_MM_ALLOW_INTERNAL": "1",
     "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
     "NO_COLOR": "1",

@@ -56,13 +56,29 @@ def main() -> None:
 def _replace_factory(mode: str) -> None:
     from dynamo.frontend import main as upstream
 
+    run_input = upstream.run_input
+    to_close: list[Any] = []
+
     def setup_engine_factory(config: Any, vllm_flags: Namespace) -> Any:
         # Imported only for the vLLM chat processor; the others do not need vLLM.
-        from dynamo_worker_ext.frontend.processor import install
+        from dynamo_worker_ext.frontend.processor import Outbox, install
 
-        return install(mode)(config, vllm_flags)
+        try:
+            outbox = Outbox(mode)
+        except StartupError as error:
+            sys.exit(f"error: {error}")
+        to_close.append(outbox)
+        return install(outbox)(config, vllm_flags)
+
+    async def run_and_close(*args: Any) -> None:
+        try:
+            await run_input(*args)
+        finally:
+            for outbox in to_close:
+                await outbox.close()
 
     upstream.setup_engine_factory = setup_engine_factory
+    upstream.run_input = run_and_close
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ at once where the transport can, and leaves the raw media in the request unless 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
-import nvtx
 from dynamo.frontend import vllm_processor
 from dynamo.llm import FpmEventSubscriber
 from dynamo.runtime import DistributedRuntime
@@ -75,18 +75,14 @@ class Outbox:
     def __init__(self, mode: str) -> None:
         self._mode = mode
         self._host_id = host_identity()
-        self._senders: dict[str, MmKwargsSender[Any]] = {}
-        for name in transfer.sendable():
-            if mode in ("auto", name):
-                try:
-                    self._senders[name] = transfer.open_sender(name)
-                except TransferError as error:
-                    log.warning("media cannot be sent over %s: %s", name, error)
-        if mode not in ("auto", *self._senders):
+        self._usable = [name for name in transfer.usable() if mode in ("auto", name)]
+        if mode not in ("auto", *self._usable):
             raise StartupError(
                 f"DYNAMO_MM_TRANSFER={mode}: this transport cannot be used here; there is "
-                f"{', '.join(self._senders) or 'none'}"
+                f"{', '.join(transfer.usable()) or 'none'}"
             )
+        self._senders: dict[str, MmKwargsSender[Any]] = {}
+        self._opening = asyncio.Lock()
         self._warn = WarnOnceAMinute(log)
 
     async def offer(
@@ -99,39 +95,56 @@ class Outbox:
             request can do without its raw media.
         """
         modalities = [str(feature.modality) for feature in features]
-        # Dynamo's own metadata names one modality for all items.
-        usable = [
-            name for name in self._senders if name in wire.NAMES_ITEMS or len(set(modalities)) == 1
-        ]
+        hashes = [str(feature.mm_hash) for feature in features]
         if any(feature.data is None for feature in features):
             return {}, [], False
-        with nvtx.annotate("dwe:encode"):
-            payloads = [codec.frame(MsgpackEncoder().encode(f.data)) for f in features]
-        chosen = plan(
-            self._mode,
-            cards,
-            self._host_id,
-            usable=usable,
-            item_bytes=max(codec.payload_size(pieces) for pieces in payloads),
-        )
-        hashes = [str(feature.mm_hash) for feature in features]
+        payloads = [codec.frame(MsgpackEncoder().encode(feature.data)) for feature in features]
+        largest = max(codec.payload_size(pieces) for pieces in payloads)
+        # Dynamo's own metadata names one modality for all items.
+        mixed = len(set(modalities)) > 1
+        usable = [name for name in self._usable if name in wire.NAMES_ITEMS or not mixed]
+        offered: dict[str, Sequence[Any]] = {}
+        try:
+            while True:
+                chosen = plan(self._mode, cards, self._host_id, usable=usable, item_bytes=largest)
+                name = next((name for name in chosen.transports if name not in offered), None)
+                if name is None:
+                    break
+                try:
+                    offered[name] = await (await self._sender(name)).offer(payloads)
+                except TransferError as error:
+                    # Such as an arena that is full: the next best will do.
+                    usable.remove(name)
+                    self._warn(error.reason, "media cannot be offered over %s: %s", name, error)
+        except BaseException:
+            await self.cleanup(list(offered.items()))
+            raise
         extra: dict[str, Any] = {}
-        offered: list[tuple[str, Sequence[Any]]] = []
-        for name in chosen.transports:
-            try:
-                with nvtx.annotate(f"dwe:offer:{name}"):
-                    refs = await self._senders[name].offer(payloads)
-            except TransferError as error:
-                self._warn(error.reason, "media was not offered over %s: %s", name, error)
-                continue
-            offered.append((name, refs))
+        for name, refs in offered.items():
             extra |= wire.write_offer(name, modalities, hashes, dict(enumerate(refs)))
-        return extra, offered, chosen.is_certain and len(offered) == len(chosen.transports)
+        return extra, list(offered.items()), chosen.is_certain
+
+    async def _sender(self, name: str) -> MmKwargsSender[Any]:
+        """A sender, opened when it is first needed: NIXL's takes half a second and 256 MB."""
+        async with self._opening:
+            if name not in self._senders:
+                try:
+                    self._senders[name] = await asyncio.to_thread(transfer.open_sender, name)
+                except TransferError:
+                    self._usable.remove(name)
+                    raise
+            return self._senders[name]
 
     async def cleanup(self, offered: Sequence[tuple[str, Sequence[Any]]]) -> None:
         """Withdraw what `offer` offered. Upstream's processor calls it by this name."""
         for name, refs in offered:
-            await self._senders[name].withdraw(refs)
+            if name in self._senders:  # not closed meanwhile
+                await self._senders[name].withdraw(refs)
+
+    async def close(self) -> None:
+        """Close all senders."""
+        while self._senders:
+            await self._senders.popitem()[1].close()
 
 
 class SendingProcessor(vllm_processor.VllmProcessor):
@@ -184,12 +197,8 @@ def _chosen_worker(routing: Mapping[str, Any] | None) -> object:
 _WORKER_FIELDS: Final = ("prefill_worker_id", "backend_instance_id", "decode_worker_id")
 
 
-def install(mode: str) -> type[SendingFactory]:
-    """Make upstream's factory build our processor.
-
-    Raises:
-        StartupError: the transport that was asked for cannot be used here.
-    """
-    SendingProcessor.outbox = Outbox(mode)
+def install(outbox: Outbox) -> type[SendingFactory]:
+    """Make upstream's factory build our processor."""
+    SendingProcessor.outbox = outbox
     vllm_processor.VllmProcessor = SendingProcessor
     return SendingFactory

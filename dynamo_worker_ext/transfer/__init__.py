@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
 from dynamo_worker_ext.card import host_identity
-from dynamo_worker_ext.errors import StartupError, TransportUnavailableError
+from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver, MmKwargsSender, Received
-from dynamo_worker_ext.wire import TRANSPORTS
 
 __all__ = [
     "Limits",
@@ -24,8 +24,7 @@ __all__ = [
     "Received",
     "open_receiver",
     "open_sender",
-    "receivable",
-    "sendable",
+    "usable",
 ]
 
 
@@ -35,12 +34,12 @@ class _Transport(NamedTuple):
     Attributes:
         module: in this package.
         prefix: of its two classes, ``...Receiver`` and ``...Sender``.
-        usable: may a worker advertise it? Does not import it.
+        is_usable: may a worker advertise it? Does not import it.
     """
 
     module: str
     prefix: str
-    usable: Callable[[], bool]
+    is_usable: Callable[[], bool]
 
 
 def _has_shared_memory() -> bool:
@@ -52,10 +51,16 @@ def _has_arena() -> bool:
     return _has_shared_memory() and bool(host_identity()) and hasattr(os, "memfd_create")
 
 
+def _has_nixl() -> bool:
+    # Not imported: that takes a second, and a worker may be told to leave it alone.
+    return find_spec("nixl") is not None
+
+
 #: The transports that exist, best first. One more is one more line.
 _BUILT: Final = {
     "arena": _Transport("arena", "Arena", _has_arena),
     "shm": _Transport("shm", "Shm", _has_shared_memory),
+    "nixl": _Transport("nixl", "Nixl", _has_nixl),
     "fake": _Transport("fake", "Fake", lambda: False),
 }
 
@@ -66,7 +71,7 @@ def open_receiver(
     """A receiver by the name of its transport.
 
     Args:
-        name: ``arena``, ``shm``, or ``fake`` in tests.
+        name: ``arena``, ``shm``, ``nixl``, or ``fake`` in tests.
         limits: sizes and deadline.
         metrics: where stages and bytes are counted.
         options: keyword arguments of that receiver's own.
@@ -94,26 +99,13 @@ def open_sender(name: str, **options: Any) -> MmKwargsSender[Any]:
     return sender
 
 
-def receivable() -> tuple[str, ...]:
-    """Transports that can be opened on this host, in the order in which they are preferred."""
-    return tuple(name for name, transport in _BUILT.items() if transport.usable())
-
-
-def sendable() -> tuple[str, ...]:
-    """Transports that can be tried from this host, in the order in which they are preferred."""
-    return receivable()
+def usable() -> tuple[str, ...]:
+    """Transports that can be tried on this host, in the order in which they are preferred."""
+    return tuple(name for name, transport in _BUILT.items() if transport.is_usable())
 
 
 def _load(name: str, kind: str) -> Any:
     if name not in _BUILT:
-        if name in TRANSPORTS:
-            raise TransportUnavailableError(
-                f"the {name} transport is not built yet; there is {_listed()}"
-            )
-        raise StartupError(f"there is no transport called {name!r}; there is {_listed()}")
+        raise StartupError(f"there is no transport called {name!r}; there is {', '.join(_BUILT)}")
     transport = _BUILT[name]
     return getattr(import_module(f"{__name__}.{transport.module}"), transport.prefix + kind)
-
-
-def _listed() -> str:
-    return ", ".join(_BUILT)

@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from dynamo_worker_ext import __version__, transfer, wire
+from dynamo_worker_ext import __version__, wire
 from dynamo_worker_ext.card import WorkerCard, host_identity
 from dynamo_worker_ext.errors import (
     CacheMissError,
@@ -30,7 +30,7 @@ from dynamo_worker_ext.hashing import HashMode
 from dynamo_worker_ext.ingest import Ingest, Outcome, Resolution
 from dynamo_worker_ext.kv_events import KvEventPump, Normalizer, engine_endpoint, private_endpoint
 from dynamo_worker_ext.media import MediaLoader
-from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver
+from dynamo_worker_ext.transfer import MmKwargsReceiver
 from dynamo_worker_ext.vllm.args import Config
 from dynamo_worker_ext.vllm.chunks import ChunkStream
 from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
@@ -103,10 +103,8 @@ class VllmWorker(Worker):
 
         self._media = VllmMedia(llm, self.metrics)
         await self._media.learn()
-        limits = Limits(self.options.max_item_bytes, self.options.transfer_timeout_s)
         if self._media.limits:
-            for name in self.options.transports:
-                self._receivers[name] = transfer.open_receiver(name, limits, self.metrics)
+            self._receivers = self.open_receivers()
         self._ingest = Ingest(
             self._media,
             self._receivers,

@@ -24,7 +24,7 @@ from dynamo_worker_ext.errors import (
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer import Limits, MmKwargsReceiver, MmKwargsSender
 from dynamo_worker_ext.transfer.fake import FakeReceiver, FakeSender, Fault
-from dynamo_worker_ext.wire import TRANSPORTS, ArenaRef, ShmRef
+from dynamo_worker_ext.wire import ArenaRef, ShmRef
 
 PAYLOADS = [b"first" * 100, b"s", b"third" * 200_000, bytes(range(256)) * 1024]
 Pair = tuple[MmKwargsSender[Any], MmKwargsReceiver[Any]]
@@ -143,31 +143,19 @@ async def test_closing_twice_is_closing_once(pair: Pair) -> None:
 
 
 def test_only_what_is_built_is_receivable() -> None:
-    assert transfer.receivable() == ("arena", "shm")
+    assert transfer.usable() == ("arena", "shm", "nixl")
 
 
 def test_a_host_without_an_identity_has_no_arena(
     monkeypatch: pytest.MonkeyPatch, limits: Limits, metrics: Metrics
 ) -> None:
     monkeypatch.setattr(transfer, "host_identity", lambda: "")
-    assert transfer.receivable() == ("shm",)
+    assert transfer.usable() == ("shm", "nixl")
     for open_it in (
         lambda: transfer.open_receiver("arena", limits, metrics, host_id=""),
         lambda: transfer.open_sender("arena", host_id=""),
     ):
         with pytest.raises(TransportUnavailableError, match="boot id"):
-            open_it()
-
-
-@pytest.mark.parametrize("name", sorted(set(TRANSPORTS) - set(transfer.receivable())))
-def test_a_transport_that_is_not_built_is_unavailable(
-    name: str, limits: Limits, metrics: Metrics
-) -> None:
-    for open_it in (
-        lambda: transfer.open_receiver(name, limits, metrics),
-        lambda: transfer.open_sender(name),
-    ):
-        with pytest.raises(TransportUnavailableError, match="not built yet; there is arena, shm"):
             open_it()
 
 
