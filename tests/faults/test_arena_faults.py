@@ -337,6 +337,20 @@ async def test_a_flood_that_the_sender_does_not_hear_is_waited_out(
     assert sender.statistics().used_bytes == 0
 
 
+async def test_more_is_let_go_at_once_than_the_sender_can_be_told_at_once(
+    sender: ArenaSender, receiver: ArenaReceiver
+) -> None:
+    refs = await sender.offer([[b"A"]] * 1500)
+    held = await receiver.receive(refs)
+    assert sender.statistics().held == 1500
+    held.clear()
+    [link] = receiver._links.values()
+    assert link._unsaid, "the sender was told at once"
+    await until(lambda: sender.statistics().held == 0)
+    await sender.withdraw(refs)
+    assert sender.statistics().used_bytes == 0
+
+
 # Several ends
 
 

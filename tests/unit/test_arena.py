@@ -506,10 +506,11 @@ async def test_closing_during_an_offer_ends_it_with_an_error(
 
     monkeypatch.setattr(os, "posix_fallocate", slow)
     sender = ArenaSender(directory=directory, step_bytes=2 * MB)
-    offering = asyncio.create_task(sender.offer([[b"x"]]))
+    offering = [asyncio.create_task(sender.offer([[b"x"], [b"y" * 3 * MB]])) for _ in range(2)]
     await until(started.is_set)
     await sender.close()
-    assert await reason_of(offering) == "unavailable"
+    for one in offering:
+        assert await reason_of(one) == "unavailable"
     assert not directory.exists()
 
 

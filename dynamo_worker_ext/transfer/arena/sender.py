@@ -99,8 +99,6 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
                 lead, size = _lead(pieces), codec.payload_size(pieces)
                 slots.append(await self._take(lead + size))
                 places.append((slots[-1].start + lead, size))
-            if self._closed:
-                raise TransportUnavailableError("the arena sender is closed")
         except BaseException:
             self._end(slots)
             raise
@@ -140,6 +138,8 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
         if slot is not None:
             return slot
         async with self._growing:
+            if self._closed:
+                raise TransportUnavailableError("the arena sender is closed")
             self._end(self._pool.overdue())
             while (slot := self._pool.take(nbytes)) is None:
                 await self._grow(nbytes)
