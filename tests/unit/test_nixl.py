@@ -350,7 +350,7 @@ def test_waiting_costs_next_to_nothing(receiver: NixlReceiver, ours: Peer) -> No
 async def test_nixl_is_the_last_choice_and_opened_by_name(
     metrics: Metrics, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert transfer.usable() == ("shm", "nixl")
+    assert transfer.usable() == ("arena", "shm", "nixl")
     async with (
         transfer.open_sender("nixl", arena_bytes=MB) as sender,
         transfer.open_receiver("nixl", limits, metrics, arena_bytes=MB) as receiver,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from dynamo.llm import exceptions as dynamo_errors
 
+from dynamo_worker_ext import transfer
 from dynamo_worker_ext import worker as worker_module
 from dynamo_worker_ext.errors import (
     EngineDeadError,
@@ -23,6 +24,7 @@ from dynamo_worker_ext.errors import (
     MediaLostError,
     RequestError,
     StartupError,
+    TransportUnavailableError,
 )
 from dynamo_worker_ext.worker import (
     Worker,
@@ -282,3 +284,32 @@ async def test_the_sdk_is_given_time_for_the_drain(monkeypatch: pytest.MonkeyPat
     ScriptedWorker(drain=100)
     assert int(os.environ["DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"]) > 100
     monkeypatch.delenv("DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT")
+
+
+# Transports that cannot be had.
+
+
+@pytest.mark.parametrize("how", ["auto", "arena,shm"])
+async def test_a_transport_that_cannot_be_had(
+    how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of all is done without; one that was asked for by name is an error."""
+    opened = transfer.open_receiver
+
+    def open_receiver(name: str, *args: Any) -> Any:
+        if name == "arena":
+            raise TransportUnavailableError("no memory that can be shared")
+        return opened(name, *args)
+
+    monkeypatch.setattr(transfer, "usable", lambda: ("arena", "shm"))
+    monkeypatch.setattr(transfer, "open_receiver", open_receiver)
+    worker = ScriptedWorker()
+    worker.options = options("--mm-transfer", how)
+    if how != "auto":
+        with pytest.raises(StartupError, match="--mm-transfer arena: no memory"):
+            worker.open_receivers()
+        return
+    receivers = worker.open_receivers()
+    assert list(receivers) == ["shm"]
+    assert "not taken over arena: no memory" in caplog.text
+    await receivers["shm"].close()
