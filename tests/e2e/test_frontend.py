@@ -34,6 +34,8 @@ def stack(
     frontends = {
         "auto": FrontendSpec("vllm", "auto", module=OURS),
         "shm": FrontendSpec("vllm", "shm", module=OURS),
+        "nixl": FrontendSpec("vllm", "nixl", module=OURS),
+        "upstream-nixl": FrontendSpec("vllm", "nixl"),
         "off": FrontendSpec("vllm", "off", module=OURS),
         "rust": FrontendSpec("rust", "off"),
     }
@@ -45,16 +47,24 @@ def stack(
         yield stack
 
 
-@pytest.mark.parametrize(("worker", "outcome"), [(0, "reprocessed"), (1, "received")])
-def test_who_cannot_read_what_was_sent_still_has_the_raw_media(
-    stack: Stack, worker: int, outcome: str
-) -> None:
-    """No error and no retry, where upstream's frontend sends nothing else to that worker."""
+@pytest.mark.parametrize(("worker", "transport"), [(0, "nixl"), (1, "arena")])
+def test_each_worker_is_sent_what_it_can_read(stack: Stack, worker: int, transport: str) -> None:
     text, uri = prefix_held_by(stack, worker), part(data_uri(picture()))
     seen = stack.ask("auto", [text, uri])
     assert (seen.answer.status, seen.worker) == (200, worker)
-    assert seen.workers[worker].by("outcome", OUTCOMES) == {outcome: 1}
-    assert seen.workers[worker].total(WITH_RAW) == 1
+    assert seen.workers[worker].by("outcome", OUTCOMES) == {"received": 1}
+    assert seen.workers[worker].by("transport", OUTCOMES) == {transport: 1}
+    assert seen.workers[worker].total(PROCESSED) == 0
+    # Every card says that it can read, so the picture is in the request once.
+    assert seen.workers[worker].total(WITH_RAW) == 0
+    assert seen.answer.text == stack.ask("rust", [text, uri]).answer.text
+
+
+@pytest.mark.parametrize("frontend", ["nixl", "upstream-nixl"])
+def test_nixl_is_read_whoever_sends_it(stack: Stack, frontend: str) -> None:
+    text, uri = prefix_held_by(stack, 1), part(data_uri(picture()))
+    seen = stack.ask(frontend, [text, uri])
+    assert seen.workers[1].by("transport", OUTCOMES) == {"nixl": 1}
     assert seen.answer.text == stack.ask("rust", [text, uri]).answer.text
 
 
@@ -64,15 +74,6 @@ def test_a_repeated_picture_moves_no_bytes(stack: Stack) -> None:
     again = stack.ask("auto", [text, uri])
     assert again.workers[1].by("outcome", OUTCOMES) == {"hit": 1}
     assert again.workers[1].total("dynamo_worker_ext_mm_received_bytes_total") == 0
-
-
-def test_memory_is_handed_over_where_it_can_be(stack: Stack) -> None:
-    """By the arena to the worker that shares memory; without a segment an item."""
-    names = set(os.listdir("/dev/shm"))
-    seen = stack.ask("auto", [prefix_held_by(stack, 1), part(data_uri(picture()))])
-    assert seen.workers[1].by("transport", OUTCOMES) == {"arena": 1}
-    new = set(os.listdir("/dev/shm")) - names
-    assert not [name for name in new if name.startswith(f"dwe_{stack.frontend['auto'].pid}_")]
 
 
 def test_a_transport_may_be_asked_for_by_name(stack: Stack) -> None:
@@ -102,15 +103,18 @@ def test_segments_are_withdrawn(stack: Stack) -> None:
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(prefix)]
 
 
-def test_a_worker_without_a_neighbour_gets_no_raw_media(
-    stack: Stack, tiny_model: Callable[[str], Path], tmp_path: Path
+def test_who_cannot_read_what_was_sent_still_has_the_raw_media(
+    tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Where every card says that it can read, the picture is in the request once."""
-    frontends = {"auto": FrontendSpec("vllm", "auto", ("--migration-limit", "0"), module=OURS)}
-    with Stack(tiny_model("qwen2_5_vl"), tmp_path / "s", frontends, workers=1) as one:
-        seen = one.ask("auto", ["Describe", part(data_uri(picture()))])
-        assert seen.workers[0].by("outcome", OUTCOMES) == {"received": 1}
-        assert seen.workers[0].total(WITH_RAW) == 0
+    """No error and no retry, where upstream's frontend sends nothing else to that worker."""
+    frontends = {"shm": FrontendSpec("vllm", "shm", module=OURS)}
+    one = Stack(tiny_model("qwen2_5_vl"), tmp_path / "s", frontends, workers=0)
+    one.add_worker("--mm-transfer", "shm", wrap=private_shm("256m"))
+    with one:
+        seen = one.ask("shm", ["Describe", part(data_uri(picture()))])
+        assert seen.answer.status == 200, seen.answer.body
+        assert seen.workers[0].by("outcome", OUTCOMES) == {"reprocessed": 1}
+        assert seen.workers[0].total(WITH_RAW) == 1
 
 
 @pytest.mark.parametrize("mode", ["rdma", ""])
