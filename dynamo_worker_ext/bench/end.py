@@ -1,0 +1,217 @@
+"""One end of a transport under measurement, in a process of its own.
+
+Started by `dynamo_worker_ext.bench.transfer`; reads commands and writes answers, a JSON object a
+line. Each end takes its own times, so that what passes the commands is in none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dynamo_worker_ext import transfer, wire
+from dynamo_worker_ext.metrics import Metrics
+
+Answer = dict[str, Any]
+
+_UPSTREAM: Final = "upstream-"
+_now = time.perf_counter
+
+
+class Sender:
+    """Offers items of one size; for upstream's classes, through the method that takes bytes.
+
+    Args:
+        way: a transport's name, perhaps of upstream.
+    """
+
+    def __init__(self, way: str) -> None:
+        self._way = way
+        self._payload = b""
+        self._refs: Any = []
+        if way.startswith(_UPSTREAM):
+            from dynamo.common.multimodal import mm_kwargs_transfer as upstream
+
+            kind = "Shm" if way == "upstream-shm" else "Nixl"
+            self._sender: Any = getattr(upstream, f"MmKwargs{kind}Sender")()
+        else:
+            self._sender = transfer.open_sender(way)
+
+    async def offer(self, size: int, items: int) -> Answer:
+        """Offer so many items; seconds, and the metadata for the other end."""
+        if len(self._payload) != size:
+            self._payload = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+        hashes = [f"{at:064x}" for at in range(items)]
+        start = _now()
+        if self._way.startswith(_UPSTREAM):
+            pairs = [await self._sender._encode_item(i, self._payload) for i in range(items)]
+            extra = self._sender._assemble_extra_args("image", [item for item, _ in pairs], hashes)
+            self._refs = [handle for _, handle in pairs]
+        else:
+            self._refs = await self._sender.offer([[self._payload]] * items)
+            refs = dict(enumerate(self._refs))
+            extra = wire.write_offer(self._way, ["image"] * items, hashes, refs)
+        seconds = _now() - start
+        return {"seconds": seconds, "extra": extra}
+
+    async def withdraw(self) -> Answer:
+        refs, self._refs = self._refs, []
+        start = _now()
+        if self._way.startswith(_UPSTREAM):
+            await self._sender.cleanup(refs)
+        else:
+            await self._sender.withdraw(refs)
+        return {"seconds": _now() - start}
+
+    async def copy(self, size: int) -> Answer:
+        """Seconds for one copy of so many bytes in warm memory."""
+        source, target = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+        best = []
+        for _ in range(5):
+            start = _now()
+            np.copyto(target, source)
+            best.append(_now() - start)
+        return {"seconds": sorted(best)[2]}
+
+    async def aclose(self) -> None:
+        if not self._way.startswith(_UPSTREAM):
+            await self._sender.close()
+
+
+class Receiver:
+    """Receives items, copies each out once as whoever uses it would, and lets go.
+
+    Args:
+        way: a transport's name, perhaps of upstream.
+    """
+
+    def __init__(self, way: str) -> None:
+        self._way = way
+        self._target = np.zeros(1, np.uint8)
+        self._longest = 0.0
+        if way.startswith(_UPSTREAM):
+            from dynamo.common.multimodal import mm_kwargs_transfer as upstream
+
+            self._upstream: Any = upstream
+            kind = "Shm" if way == "upstream-shm" else "Nixl"
+            self._receiver: Any = getattr(upstream, f"MmKwargs{kind}Receiver")()
+        else:
+            self._receiver = transfer.open_receiver(
+                way, transfer.Limits(1 << 31, timeout_s=60), Metrics()
+            )
+
+    async def receive(self, extra: Mapping[str, Any], watch: bool = False) -> Answer:
+        """Seconds of each step; with `watch`, the longest turn of the event loop meanwhile."""
+        fetch = self._fetcher(extra)
+        self._longest = 0.0
+        watching = asyncio.create_task(self._watch()) if watch else None
+        await asyncio.sleep(0)
+        start = _now()
+        payloads = await fetch()
+        received = _now()
+        if watching is not None:
+            await asyncio.sleep(0)
+            watching.cancel()
+        copying = _now()
+        for payload in payloads:
+            if len(self._target) < len(payload):
+                self._target = np.zeros(len(payload), np.uint8)
+            np.copyto(self._target[: len(payload)], np.frombuffer(payload, np.uint8))
+        copied = _now()
+        del payload
+        payloads.clear()
+        freed = _now()
+        return {
+            "receive": received - start,
+            "copy": copied - copying,
+            "free": freed - copied,
+            "stall": self._longest,
+        }
+
+    def _fetcher(self, extra: Mapping[str, Any]) -> Callable[[], Awaitable[list[Any]]]:
+        if self._way.startswith(_UPSTREAM):
+            if self._way == "upstream-shm":
+                model, raw = self._upstream.MmKwargsShmTransferMetadata, extra["mm_kwargs_shm"]
+            else:
+                model, raw = self._upstream.MmKwargsTransferMetadata, extra["mm_kwargs_nixl"]
+            metadata = model.model_validate(raw)
+
+            async def fetch() -> list[Any]:
+                [values] = (await self._receiver.receive(metadata)).values()
+                return list(values)
+
+            return fetch
+        refs = _refs(self._way, extra)
+
+        async def ours() -> list[Any]:
+            return [one.payload for one in await self._receiver.receive(refs)]
+
+        return ours
+
+    async def _watch(self) -> None:
+        before = _now()
+        while True:
+            await asyncio.sleep(0)
+            now = _now()
+            self._longest = max(self._longest, now - before)
+            before = now
+
+    async def aclose(self) -> None:
+        if not self._way.startswith(_UPSTREAM):
+            await self._receiver.close()
+
+
+def _refs(way: str, extra: Mapping[str, Any]) -> Sequence[Any]:
+    """The references in what a request would carry, read as a worker reads it."""
+    [hashes] = [field["mm_hashes"] for field in extra.values()]
+    hashes = hashes["image"] if isinstance(hashes, Mapping) else hashes
+    places = [[at, 1] for at in range(len(hashes))]
+    known = {"expanded_token_ids": list(range(len(hashes))), "mm_placeholders": places}
+    request = wire.parse({"extra_args": {**extra, **known}}, max_item_bytes=1 << 31)
+    if request.transfer is None:
+        raise RuntimeError(f"the offer cannot be read back: {request.transfer_error}")
+    offers = request.transfer.offers[way]
+    return [offers[at] for at in sorted(offers)]
+
+
+def usage() -> Answer:
+    """What this process has used so far and holds now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    fields = Path("/proc/self/status").read_text().split()
+    return {
+        "faults": used.ru_minflt,
+        "cpu": used.ru_utime + used.ru_stime,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "private_kb": int(fields[fields.index("RssAnon:") + 1]),
+        "shared_kb": int(fields[fields.index("RssShmem:") + 1]),
+    }
+
+
+async def serve(role: str, way: str) -> None:
+    """Answer commands until there are no more."""
+    loop = asyncio.get_running_loop()
+    # What libraries print is not an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    end = Sender(way) if role == "sender" else Receiver(way)
+    async with aclosing(end):
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            command = json.loads(line)
+            name = command.pop("do")
+            answer = usage() if name == "usage" else await getattr(end, name)(**command)
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1], sys.argv[2]))
