@@ -15,12 +15,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 
 from dynamo_worker_ext import transfer, wire
 from dynamo_worker_ext.metrics import Metrics
+from dynamo_worker_ext.transfer import codec
+from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 
 Answer = dict[str, Any]
 
@@ -29,7 +32,7 @@ _now = time.perf_counter
 
 
 class Sender:
-    """Offers items of one size; for upstream's classes, through the method that takes bytes.
+    """Offers items of one tensor, from the item as a processor makes it: encoding is part of it.
 
     Args:
         way: a transport's name, perhaps of upstream.
@@ -37,7 +40,7 @@ class Sender:
 
     def __init__(self, way: str) -> None:
         self._way = way
-        self._payload = b""
+        self._tensor: Any = None
         self._refs: Any = []
         if way.startswith(_UPSTREAM):
             from dynamo.common.multimodal import mm_kwargs_transfer as upstream
@@ -49,20 +52,22 @@ class Sender:
 
     async def offer(self, size: int, items: int) -> Answer:
         """Offer so many items; seconds, and the metadata for the other end."""
-        if len(self._payload) != size:
-            self._payload = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+        import torch
+
+        if self._tensor is None or self._tensor.nbytes != size:
+            self._tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
         hashes = [f"{at:064x}" for at in range(items)]
-        start = _now()
         if self._way.startswith(_UPSTREAM):
-            pairs = [await self._sender._encode_item(i, self._payload) for i in range(items)]
-            extra = self._sender._assemble_extra_args("image", [item for item, _ in pairs], hashes)
-            self._refs = [handle for _, handle in pairs]
-        else:
-            self._refs = await self._sender.offer([[self._payload]] * items)
-            refs = dict(enumerate(self._refs))
-            extra = wire.write_offer(self._way, ["image"] * items, hashes, refs)
-        seconds = _now() - start
-        return {"seconds": seconds, "extra": extra}
+            features = [_feature(self._tensor, mm_hash) for mm_hash in hashes]
+            start = _now()
+            extra, self._refs = await self._sender.prepare(features, "image")
+            return {"seconds": _now() - start, "extra": extra}
+        item = KwargsItem({"pixel_values": KwargsField(self._tensor, "batched", {})})
+        start = _now()
+        self._refs = await self._sender.offer([codec.encode(item) for _ in hashes])
+        refs = dict(enumerate(self._refs))
+        extra = wire.write_offer(self._way, ["image"] * items, hashes, refs)
+        return {"seconds": _now() - start, "extra": extra}
 
     async def withdraw(self) -> Answer:
         refs, self._refs = self._refs, []
@@ -89,7 +94,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives items, copies each out once as whoever uses it would, and lets go.
+    """Receives items and decodes them, copies each out once as whoever uses it would, and lets go.
 
     Args:
         way: a transport's name, perhaps of upstream.
@@ -117,19 +122,19 @@ class Receiver:
         watching = asyncio.create_task(self._watch()) if watch else None
         await asyncio.sleep(0)
         start = _now()
-        payloads = await fetch()
+        tensors = await fetch()
         received = _now()
         if watching is not None:
             await asyncio.sleep(0)
             watching.cancel()
         copying = _now()
-        for payload in payloads:
-            if len(self._target) < len(payload):
-                self._target = np.zeros(len(payload), np.uint8)
-            np.copyto(self._target[: len(payload)], np.frombuffer(payload, np.uint8))
+        for tensor in tensors:
+            if len(self._target) < tensor.nbytes:
+                self._target = np.zeros(tensor.nbytes, np.uint8)
+            np.copyto(self._target[: tensor.nbytes], tensor.numpy())
         copied = _now()
-        del payload
-        payloads.clear()
+        del tensor
+        tensors.clear()
         freed = _now()
         return {
             "receive": received - start,
@@ -147,14 +152,16 @@ class Receiver:
             metadata = model.model_validate(raw)
 
             async def fetch() -> list[Any]:
-                [values] = (await self._receiver.receive(metadata)).values()
-                return list(values)
+                [blobs] = (await self._receiver.receive(metadata)).values()
+                decode = self._upstream.decode_mm_kwargs_item
+                return [decode(blob)["pixel_values"].data for blob in blobs]
 
             return fetch
         refs = _refs(self._way, extra)
 
         async def ours() -> list[Any]:
-            return [one.payload for one in await self._receiver.receive(refs)]
+            received = await self._receiver.receive(refs)
+            return [codec.decode(one.payload).fields["pixel_values"].data for one in received]
 
         return ours
 
@@ -182,6 +189,19 @@ def _refs(way: str, extra: Mapping[str, Any]) -> Sequence[Any]:
         raise RuntimeError(f"the offer cannot be read back: {request.transfer_error}")
     offers = request.transfer.offers[way]
     return [offers[at] for at in sorted(offers)]
+
+
+def _feature(tensor: Any, mm_hash: str) -> Any:
+    """What upstream's senders are given, as vLLM makes it."""
+    from vllm.multimodal.inputs import (
+        MultiModalFieldConfig,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+    )
+
+    field = MultiModalFieldConfig.batched("image").field
+    item = MultiModalKwargsItem({"pixel_values": MultiModalFieldElem(data=tensor, field=field)})
+    return SimpleNamespace(data=item, mm_hash=mm_hash)
 
 
 def usage() -> Answer:
@@ -215,3 +235,5 @@ async def serve(role: str, way: str) -> None:
 
 if __name__ == "__main__":
     asyncio.run(serve(sys.argv[1], sys.argv[2]))
+    if sys.argv[2].startswith(_UPSTREAM):
+        os._exit(0)  # its finalizers fail, loudly, in an interpreter that ends

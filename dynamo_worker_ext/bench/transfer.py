@@ -1,8 +1,9 @@
 """Transports between two processes: how long items take, and what they leave behind.
 
-One round is: offer, receive, one copy out of what was received, free; the times that the two ends
-spent on it are added up. Ways take turns round by round, in another order each time, and the
-processes of a way are stopped while it is not its turn: ratios of one run can be relied on, also
+One round is: encode and offer, receive and decode, one copy out of what was received, free; the
+times that the two ends spent on it are added up. Ways take turns, in another order each time; the
+processes of a way are stopped while it is not its turn, and the first round of a turn, which finds
+the caches as another way has left them, does not count. So ratios of one run can be relied on, also
 on a busy machine.
 """
 
@@ -35,6 +36,7 @@ UPSTREAM: Final[Mapping[str, str]] = {
 
 _IDLE_S: Final = 2.0
 _IN_FLIGHT: Final = 16
+_ROUNDS_A_TURN: Final = 5
 _STEPS: Final = ("offer", "receive", "copy", "free")
 
 
@@ -51,7 +53,7 @@ class Row:
         megabytes: of one item.
         items: in one offer.
         seconds: of each round, the steps `_STEPS`.
-        memcpy: of each round, seconds for one copy of all its bytes.
+        memcpy: of each turn, seconds for one copy of all its bytes.
         faults: page faults of both ends in a round, on average.
         idle_cpu: part of a core that both ends use together while nothing is asked.
     """
@@ -190,21 +192,21 @@ class Measurement:
         self._stack.__exit__(*error)
 
     def compare(self, megabytes: float, items: int, rounds: int) -> list[Row]:
-        """A row a way; the first two rounds, in which memory is new, are not in it."""
+        """A row a way."""
         size = max(1, int(megabytes * MB))
         rows = {way.name: Row(way.name, megabytes, items) for way in self.ways}
-        for number in range(rounds + 2):
+        for done in range(0, rounds, _ROUNDS_A_TURN):
             for way in self._random.sample(self.ways, len(self.ways)):
                 row = rows[way.name]
                 with _Turn(way):
+                    way.round(size, items)
                     copied = way.sender.ask("copy", size=size)["seconds"] * items
                     before = way.usage()["faults"]
-                    steps, _ = way.round(size, items)
-                    faults = way.usage()["faults"] - before
-                if number >= 2:
-                    row.seconds.append(tuple(steps))
+                    for _ in range(min(_ROUNDS_A_TURN, rounds - done)):
+                        steps, _stall = way.round(size, items)
+                        row.seconds.append(tuple(steps))
                     row.memcpy.append(copied)
-                    row.faults += faults / rounds
+                    row.faults += (way.usage()["faults"] - before) / rounds
         for way in self.ways:
             with _Turn(way):
                 before = way.usage()["cpu"]

@@ -12,7 +12,6 @@ import asyncio
 import errno
 import os
 import re
-import secrets
 import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -28,7 +27,7 @@ from dynamo_worker_ext.errors import (
     TransportUnavailableError,
 )
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.transfer import codec
+from dynamo_worker_ext.transfer import codec, owner
 from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver, MmKwargsSender, Received
 from dynamo_worker_ext.transfer.buffers import BufferPool, PoolStatistics
 from dynamo_worker_ext.wire import ShmRef
@@ -209,8 +208,8 @@ class ShmReceiver(MmKwargsReceiver[ShmRef]):
 class ShmSender(MmKwargsSender[ShmRef]):
     """Writes each item to a segment of its own. Lives in the frontend process.
 
-    Segments are called ``dwe_<pid>_<start time>_<random>_<index>``: pid and start time, in clock
-    ticks since boot, together tell whether the sender of one that was left behind still lives.
+    Segments bear their owner's name (`owner`). A sender that starts removes those whose owner was
+    killed, and nothing else.
 
     Args:
         directory: where segments lie.
@@ -225,22 +224,21 @@ class ShmSender(MmKwargsSender[ShmRef]):
     def __init__(self, *, directory: str | Path = SHM_DIRECTORY, **options: Any) -> None:
         super().__init__(**options)
         self._directory = _open_directory(directory)
-        self._prefix = f"dwe_{os.getpid()}_{_start_time()}"
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="dwe-shm-send")
         self._closed = False
         self._lock = threading.Lock()
         self._live: set[str] = set()  # names that are ours to unlink, written or not yet
+        _sweep(self._directory)
 
     async def _offer(self, payloads: Sequence[Sequence[codec.Piece]]) -> list[ShmRef]:
         if self._closed:
             raise TransportUnavailableError("the shm sender is closed")
-        mark = secrets.token_hex(6)
+        names = owner.names(len(payloads))
         refs = [
-            ShmRef(f"{self._prefix}_{mark}_{index}", codec.payload_size(pieces))
-            for index, pieces in enumerate(payloads)
+            ShmRef(name, codec.payload_size(pieces))
+            for name, pieces in zip(names, payloads, strict=True)
         ]
         stop = threading.Event()
-        names = [ref.name for ref in refs]
         with self._lock:
             self._live.update(names)
         writing = self._start(sum(ref.size for ref in refs), self._write_all, refs, payloads, stop)
@@ -329,6 +327,16 @@ class ShmSender(MmKwargsSender[ShmRef]):
                         os.unlink(name, dir_fd=self._directory)
 
 
+def _sweep(directory: int) -> None:
+    """Remove what senders of our user left behind when they were killed."""
+    for name in os.listdir(directory):
+        if owner.is_abandoned(name):
+            with suppress(FileNotFoundError):  # somebody else sweeps too
+                info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                if info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode):
+                    os.unlink(name, dir_fd=directory)
+
+
 def _open_directory(directory: str | Path) -> int:
     try:
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -336,12 +344,6 @@ def _open_directory(directory: str | Path) -> int:
         raise TransportUnavailableError(
             f"the shm transport needs the directory {directory}: {error.strerror}"
         ) from None
-
-
-def _start_time() -> int:
-    """When this process started, in clock ticks since boot; field 22 of ``/proc/self/stat``."""
-    # The command name before it is in brackets and may itself hold spaces and brackets.
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _short(ref: ShmRef, found: int) -> SegmentError:

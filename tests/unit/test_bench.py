@@ -33,14 +33,14 @@ def test_a_run_prints_a_line_a_way_and_size_and_writes_both_files(
     before = set(os.listdir("/dev/shm"))
     files = ("--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png"))
     measure(
-        "--transports", "arena,shm", "--sizes", "0.1", "1", "--items", "2", "--rounds", "3",
+        "--transports", "arena,shm", "--sizes", "0.1", "1", "--items", "2", "--rounds", "7",
         "--stall", "1", "--endure", "160", *files,
     )  # fmt: skip
     written = json.loads((tmp_path / "b.json").read_text())
     rows = {(row["way"], row["megabytes"]): row for row in written["transfer"]}
     assert set(rows) == {(way, size) for way in ("arena", "shm") for size in (0.1, 1)}
     for row in rows.values():
-        assert (row["rounds"], row["items"]) == (3, 2)
+        assert (row["rounds"], row["items"]) == (7, 2)
         steps = sum(row[f"{step}_ms"] for step in ("offer", "receive", "copy", "free"))
         assert 0 < row["p50_ms"] <= row["p99_ms"]
         assert steps == pytest.approx(row["p50_ms"], rel=1)

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.transfer import Limits, codec
+from dynamo_worker_ext.transfer import Limits, codec, owner
 from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 from dynamo_worker_ext.transfer.shm import ShmReceiver, ShmSender
 from dynamo_worker_ext.wire import ShmRef
@@ -230,12 +230,13 @@ async def test_a_segment_is_ours_alone_and_named_after_the_process(sender: ShmSe
     info = os.stat(f"/dev/shm/{refs[0].name}")
     assert stat.S_IMODE(info.st_mode) == 0o600
     assert info.st_uid == os.geteuid()
-    kind, pid, started, mark, index = refs[1].name.split("_")
+    kind, pid, started, where, mark, index = refs[1].name.split("_")
+    assert where == owner.identity()
     assert (kind, int(pid), index) == ("dwe", os.getpid(), "1")
     up = time.clock_gettime(time.CLOCK_BOOTTIME)
     age = up - int(started) / os.sysconf("SC_CLK_TCK")
     assert 0 <= age < 24 * 3600
-    assert refs[0].name.split("_")[3] == mark
+    assert refs[0].name.split("_")[4] == mark
 
 
 async def test_withdrawing_and_closing_leave_no_segment(sender: ShmSender) -> None:
@@ -264,3 +265,54 @@ async def test_thousands_of_pieces_are_written_in_order(
     refs = await sender.offer([pieces])
     [got] = await receiver.receive(refs)
     assert bytes(got.payload) == b"".join(pieces)
+
+
+# What a killed sender leaves behind
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from dynamo_worker_ext.transfer.shm import ShmSender
+
+async def main():
+    sender = ShmSender(directory=sys.argv[1])
+    print(*[ref.name for ref in await sender.offer([[b"x" * 5000]] * 2)], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_starting_sender_sweeps_what_a_killed_one_left_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+        assert process.stdout is not None
+        left = process.stdout.readline().split()
+        async with ShmSender(directory=tmp_path):
+            assert set(os.listdir(tmp_path)) == set(left), "its owner lives"
+        process.kill()
+    assert set(os.listdir(tmp_path)) == set(left)
+    dead = left[0].rsplit("_", 2)[0]
+    pid, start, _ = dead.removeprefix("dwe_").split("_")
+    others = [
+        "mm_kwargs_1_abc_0",  # Dynamo's
+        f"{dead}_nothex_0",
+        f"dwe_{pid}_{start}_00000000_0123456789ab_0",  # of another boot or namespace
+        owner.names(1)[0],  # of a process that lives: this one
+    ]
+    for name in others:
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / f"{dead}_0123456789ab_7").symlink_to("elsewhere")
+    (tmp_path / f"{dead}_0123456789ab_8").mkdir()
+    async with ShmSender(directory=tmp_path):
+        found = set(os.listdir(tmp_path))
+    assert found == {*others, f"{dead}_0123456789ab_7", f"{dead}_0123456789ab_8"}
+
+
+def test_a_pid_that_is_used_again_does_not_keep_what_its_last_owner_left() -> None:
+    [mine] = owner.names(1)
+    assert not owner.is_abandoned(mine)
+    start = str(owner.start_time(os.getpid()))
+    assert owner.is_abandoned(mine.replace(f"_{start}_", f"_{int(start) - 1}_"))
