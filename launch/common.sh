@@ -375,7 +375,7 @@ _end_sessions() {
 
 # --- segments ------------------------------------------------------------------------------------
 
-_names_in() { (cd "$1" 2>/dev/null && printf '%s ' *) || true; }
+_names_in() { ls "$1" 2>/dev/null | tr "\n" " " || true; }
 
 # Remember what shared memory our processes use: only that may be removed, whoever else runs here.
 _note_segments() {

@@ -113,7 +113,10 @@ def wait_for(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> 
 
 @dataclass
 class Process:
-    """One process of a stack, in a session of its own.
+    """One process of a stack, in a process group of its own.
+
+    Not in a session: where the kernel schedules by session (``sched_autogroup_enabled``), an engine
+    that spins keeps all others from running for seconds (Linux 6.18, two cores).
 
     Attributes:
         name: for messages and the log's name.
@@ -133,7 +136,7 @@ class Process:
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(
                 [*_dying_with_parent(), *self.argv], cwd=ROOT, env={**inherited, **self.env},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0,
             )  # fmt: skip
 
     @property
@@ -165,7 +168,7 @@ class Process:
             ) from None
 
     def members(self) -> dict[int, str]:
-        """Living processes of its session by pid, with their names."""
+        """Living processes of its group by pid, with their names."""
         found = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -174,13 +177,13 @@ class Process:
                 name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:
                 continue
-            state, _, _, session = rest.split()[:4]
-            if int(session) == self.pid and state != "Z":
+            state, _, group = rest.split()[:3]
+            if int(group) == self.pid and state != "Z":
                 found[int(entry.name)] = name
         return found
 
     def end(self, deadline: float) -> None:
-        """Wait until `deadline` for an orderly end, then kill what is left of the session."""
+        """Wait until `deadline` for an orderly end, then kill what is left of its group."""
         if self.popen is None:
             return
         with suppress(subprocess.TimeoutExpired):
