@@ -29,7 +29,7 @@ ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVE
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 90.0
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from tests.nixl_peer import Peer, pattern, summary
 
 pytest.importorskip("nixl")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 MB = 1 << 20
 SIZES = (5 * MB, 1, 100_000, MB)
