@@ -47,7 +47,25 @@ class Limits:
     timeout_s: float = 10.0
 
 
-class MmKwargsReceiver(ABC, Generic[RefT]):
+class _Closing(ABC):
+    """An async context manager that closes itself."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+class MmKwargsReceiver(_Closing, Generic[RefT]):
     """Fetches the payloads that references name. Lives in the worker process.
 
     Usage::
@@ -110,19 +128,8 @@ class MmKwargsReceiver(ABC, Generic[RefT]):
     async def close(self) -> None:
         """Release everything. Payloads already handed on stay valid. A second call is a no-op."""
 
-    async def __aenter__(self) -> Self:
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-
-class MmKwargsSender(ABC, Generic[RefT]):
+class MmKwargsSender(_Closing, Generic[RefT]):
     """Offers payloads for a receiver to fetch. Lives in the frontend process.
 
     Usage::
@@ -181,14 +188,3 @@ class MmKwargsSender(ABC, Generic[RefT]):
     @abstractmethod
     async def close(self) -> None:
         """Withdraw everything. A second call is a no-op."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()

@@ -32,22 +32,12 @@ from dynamo_worker_ext.transfer.arena import ArenaReceiver, ArenaSender, meeting
 from dynamo_worker_ext.transfer.arena.memory import TABLE_BYTES
 from dynamo_worker_ext.wire import ArenaRef
 from tests.arena_peer import WAIT_S, Peer
+from tests.descriptors import descriptors
 
 pytestmark = pytest.mark.timeout(180)
 
 MB = 1 << 20
 NAME = "arena_0123456789abcdef"
-
-
-def descriptors() -> set[str]:
-    """Descriptors of this process by number and target."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-        except FileNotFoundError:
-            continue  # the listing's own
-    return found
 
 
 async def reason_of(doing: Awaitable[Any]) -> str:

@@ -25,20 +25,10 @@ from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer import Limits
 from dynamo_worker_ext.transfer.shm import ShmReceiver, ShmSender
 from dynamo_worker_ext.wire import ShmRef
+from tests.descriptors import descriptors
 
 MB = 1 << 20
 NOBODY = 65534
-
-
-def descriptors() -> set[str]:
-    """Descriptors of this process by number and target."""
-    found = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-        except FileNotFoundError:
-            continue  # the listing's own
-    return found
 
 
 def on_shm(name: str) -> Path:
