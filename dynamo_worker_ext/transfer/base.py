@@ -84,6 +84,7 @@ class MmKwargsReceiver(_Closing, Generic[RefT]):
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
+        self._received_bytes = metrics.bytes.labels(self.transport)
 
     async def receive(self, refs: Sequence[RefT]) -> list[Received]:
         """Fetch payloads, in the order of `refs`.
@@ -101,20 +102,29 @@ class MmKwargsReceiver(_Closing, Generic[RefT]):
                     reason="invalid_size",
                 )
         with self.metrics.stage("receive"):
-            try:
-                async with asyncio.timeout(self.limits.timeout_s):
-                    received = await self._receive(refs)
-            except TimeoutError:
-                raise TransferTimeoutError(
-                    f"{len(refs)} item(s) over {self.transport} did not arrive within "
-                    f"{self.limits.timeout_s:g} s"
-                ) from None
-        self.metrics.bytes.labels(self.transport).inc(sum(r.payload.nbytes for r in received))
+            received = self._receive_now(refs)
+            if received is None:
+                try:
+                    async with asyncio.timeout(self.limits.timeout_s):
+                        received = await self._receive(refs)
+                except TimeoutError:
+                    raise TransferTimeoutError(
+                        f"{len(refs)} item(s) over {self.transport} did not arrive within "
+                        f"{self.limits.timeout_s:g} s"
+                    ) from None
+        self._received_bytes.inc(sum([r.payload.nbytes for r in received]))
         return received
 
     @abstractmethod
     def _size(self, ref: RefT) -> int:
         """Bytes that `ref` claims to name."""
+
+    def _receive_now(self, refs: Sequence[RefT]) -> list[Received] | None:
+        """`_receive` where nothing has to be waited for; None where something has to.
+
+        What a deadline costs is then saved. The same holds for how long it may take.
+        """
+        return None
 
     @abstractmethod
     async def _receive(self, refs: Sequence[RefT]) -> list[Received]:

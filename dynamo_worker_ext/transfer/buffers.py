@@ -12,7 +12,8 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -75,11 +76,11 @@ class BufferPool:
         self._lock = threading.Lock()
         self._free: dict[int, list[_Slab]] = {}  # by capacity, the last returned at the end
         self._free_bytes = 0
-        self._leased: set[_Slab] = set()
+        self._leased: dict[int, _Slab] = {}  # by the id of the weak reference to its lease
         self._turn = 0
-        # Finalizers only append here. They run wherever the last reference goes, also inside
+        # Callbacks only append here. They run wherever the last reference goes, also inside
         # this class while it holds its lock, and so must not take it.
-        self._returning: deque[_Slab] = deque()
+        self._returning: deque[weakref.ref[Any]] = deque()
 
     def lease(self, nbytes: int, *, offset: int = 0) -> memoryview:
         """Borrow memory until nobody holds the view, nor anything made over it.
@@ -107,18 +108,24 @@ class BufferPool:
         # The view's owner. Every slice, tensor and array over the view refers to it in the end,
         # and it is the one object here that is new for each lease and can be watched weakly.
         lease = np.ndarray(nbytes, np.uint8, slab.memory, offset)
+        slab.lease = weakref.ref(lease, self._returning.append)
         with self._lock:
-            slab.lease = weakref.ref(lease)
-            self._leased.add(slab)
-        weakref.finalize(lease, self._returning.append, slab).atexit = False
+            self._leased[id(slab.lease)] = slab
         return lease.data
+
+    def is_warm(self, sizes: Iterable[int]) -> bool:
+        """Whether leases of so many bytes, offsets included, would all be of used memory."""
+        wanted = Counter(map(size_class, sizes))
+        with self._lock:
+            self._collect()
+            return all(len(self._free.get(c, ())) >= count for c, count in wanted.items())
 
     def statistics(self) -> PoolStatistics:
         """What the pool holds now."""
         with self._lock:
             self._collect()
             free = sum(len(slabs) for slabs in self._free.values())
-            total = self._free_bytes + sum(slab.capacity for slab in self._leased)
+            total = self._free_bytes + sum(slab.capacity for slab in self._leased.values())
             return PoolStatistics(free, len(self._leased), self._free_bytes, total)
 
     def check(self) -> None:
@@ -130,12 +137,13 @@ class BufferPool:
         with self._lock:
             self._collect()
             free = [slab for slabs in self._free.values() for slab in slabs]
+            leased = self._leased.values()
             faults = []
             if sum(slab.capacity for slab in free) != self._free_bytes:
                 faults.append("free bytes do not add up")
             if self._free_bytes > self.max_bytes:
                 faults.append(f"{self._free_bytes} bytes are free, {self.max_bytes} allowed")
-            if len({*map(id, free), *map(id, self._leased)}) != len(free) + len(self._leased):
+            if len({*map(id, free), *map(id, leased)}) != len(free) + len(leased):
                 faults.append("a buffer is in two places")
             if any(slab.lease is not None and slab.lease() is not None for slab in free):
                 faults.append("a free buffer is still held")
@@ -147,8 +155,7 @@ class BufferPool:
     def _collect(self) -> None:
         """Take in what has come back and let go of what is too much. Called with the lock held."""
         while self._returning:
-            slab = self._returning.popleft()
-            self._leased.discard(slab)
+            slab = self._leased.pop(id(self._returning.popleft()))
             self._turn += 1
             slab.returned = self._turn
             self._free.setdefault(slab.capacity, []).append(slab)

@@ -21,6 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
 
 from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.transfer.kwargs import (
@@ -60,6 +61,9 @@ ITEM_SIZE: Final[Mapping[str, int]] = {
     "float64": 8,
 }
 
+#: What numpy has instead of the others.
+_NUMPY: Final = {"bfloat16": "uint16"}
+
 #: Tensors below this many bytes travel inside buffer 0, as vLLM's default has it.
 INLINE_BELOW: Final = 256
 
@@ -67,7 +71,7 @@ INLINE_BELOW: Final = 256
 MAX_METADATA_BYTES: Final = 4 << 20
 MAX_DEPTH: Final = 16
 
-_ALIGNMENT: Final = 64
+ALIGNMENT: Final = 64
 _COUNT: Final = struct.Struct("<I")
 _LENGTH: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<IQ")
@@ -91,7 +95,12 @@ def alignment_lead(head: bytes | memoryview) -> int:
     if len(head) < HEAD_BYTES:
         return 0
     _, metadata_bytes = _HEAD.unpack_from(head)
-    return -int(_HEAD.size + metadata_bytes + _LENGTH.size) % _ALIGNMENT
+    return -int(_HEAD.size + metadata_bytes + _LENGTH.size) % ALIGNMENT
+
+
+def pieces_lead(pieces: Sequence[Piece]) -> int:
+    """`alignment_lead` of a payload that is not laid out yet."""
+    return alignment_lead(memoryview(pieces[0]).cast("B")[:HEAD_BYTES]) if pieces else 0
 
 
 def decode(payload: memoryview) -> KwargsItem:
@@ -199,13 +208,11 @@ class _Reader:
     def item(self, fields: object) -> KwargsItem:
         result = {}
         for name, field in as_dict(fields, "the payload").items():
-            entry = as_dict(field, f"field {short(name)}")
-            if entry.keys() != {"data", "field"}:
-                raise invalid_type(
-                    f"field {short(name)} has data and field, got {short(list(entry))}"
-                )
-            data = None if entry["data"] is None else self._nested(entry["data"], 0)
-            result[name] = KwargsField(data, *read_kind(entry["field"]))
+            if not isinstance(field, dict) or field.keys() != {"data", "field"}:
+                got = list(field) if isinstance(field, dict) else field
+                raise invalid_type(f"field {short(name)} has data and field, got {short(got)}")
+            data = None if field["data"] is None else self._nested(field["data"], 0)
+            result[name] = KwargsField(data, *read_kind(field["field"]))
         # A sender writes each buffer for one tensor. More uses of one would multiply memory.
         if any(buffer is not None for buffer in self._buffers):
             raise _frame("a buffer belongs to no tensor")
@@ -234,7 +241,7 @@ class _Reader:
             not isinstance(shape, list)
             or len(shape) > MAX_DIMS
             or not all(type(dim) is int and dim >= 0 for dim in shape)
-            # Empty tensors too: torch computes strides from the other dimensions.
+            # Empty tensors too: strides are computed from the other dimensions.
             or prod(max(dim, 1) for dim in shape) * ITEM_SIZE[dtype] >= 2**63
         ):
             raise invalid_type(f"a shape is at most {MAX_DIMS} sizes, got {short(shape)}")
@@ -245,15 +252,14 @@ class _Reader:
                 f"a {dtype} tensor of shape {shape} does not fill {buffer.nbytes} bytes"
             )
 
-        torch_dtype: torch.dtype = getattr(torch, dtype)
-        if buffer.nbytes == 0:  # torch.frombuffer refuses an empty buffer
-            return torch.empty(shape, dtype=torch_dtype)
-        flat = torch.frombuffer(buffer, dtype=torch.uint8)
-        if inline or flat.data_ptr() % ITEM_SIZE[dtype]:
-            flat = flat.clone()
-        if dtype == "bool" and int(flat.max()) > 1:
+        # By way of numpy: the first operators of torch's own that a request finds cold cost 0.1 ms.
+        array = np.ndarray(shape, _NUMPY.get(dtype, dtype), bytearray(data) if inline else buffer)
+        if not array.flags.aligned:
+            array = array.copy()
+        if dtype == "bool" and array.size and int(array.view(np.uint8).max()) > 1:
             raise invalid_type("a bool tensor holds bytes other than 0 and 1")
-        return flat.view(torch_dtype).view(shape)
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
     def _take(self, index: object) -> memoryview:
         if type(index) is not int or not 1 <= index <= len(self._buffers):

@@ -33,8 +33,12 @@ from dynamo_worker_ext.transfer.nixl_request import HEADER_BYTES, Bytes
 from dynamo_worker_ext.transfer.nixl_thread import AgentThread, Read, ThreadStatistics
 from dynamo_worker_ext.wire import NixlRef
 
-#: Up to this many bytes of a request are written on the event loop; a hop costs as much.
-_WRITE_INLINE_BYTES: Final = 256 << 10
+#: Up to this many bytes of a request are written on the event loop, which takes a millisecond; a
+#: hop to a thread and back costs up to half of that.
+_WRITE_INLINE_BYTES: Final = 4 << 20
+
+#: What payloads may take of a receiver's arena while somebody holds them, by default.
+_KEPT_BYTES: Final = 64 << 20
 
 _ARENA_BYTES: Final = 256 << 20
 
@@ -51,9 +55,10 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
     Args:
         limits: sizes and deadline.
         metrics: where stages and bytes are counted.
-        arena_bytes: memory that reads go through; by default room for one largest item and at
-            least 64 MB. Reads that find no room wait for it.
-        pool_bytes: memory kept for payloads at most; see `BufferPool`.
+        arena_bytes: memory that reads go through; by default room for one largest item and 64 MB.
+            Reads that find no room wait for it. Payloads stay there while there is room for one
+            largest item besides.
+        pool_bytes: memory kept for the other payloads at most; see `BufferPool`.
 
     Raises:
         TransportUnavailableError: nixl is not installed or does not start here.
@@ -70,10 +75,13 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
         pool_bytes: int = 256 << 20,
     ) -> None:
         super().__init__(limits, metrics)
+        largest = limits.max_item_bytes + HEADER_BYTES + codec.ALIGNMENT
         if arena_bytes is None:
-            arena_bytes = max(64 << 20, limits.max_item_bytes + HEADER_BYTES)
+            arena_bytes = largest + _KEPT_BYTES
         self._pool = BufferPool(pool_bytes)
-        self._thread = AgentThread(arena_bytes, self._pool, on_unknown=self._on_unknown)
+        self._thread = AgentThread(
+            arena_bytes, self._pool, reserve_bytes=largest, on_unknown=self._on_unknown
+        )
         try:
             self._probe = Probe()
         except TransportUnavailableError:
@@ -146,7 +154,7 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
 
     def _parse(self, ref: NixlRef) -> nixl_request.Offer:
         offer = nixl_request.parse(ref)
-        if offer.lead + offer.size > self._thread.arena.nbytes:
+        if offer.lead + offer.size + codec.ALIGNMENT > self._thread.arena.nbytes:
             raise InvalidTransferError(
                 f"an item of {offer.size} bytes does not fit the arena of "
                 f"{self._thread.arena.nbytes} (arena_bytes)",
@@ -217,7 +225,7 @@ class NixlSender(MmKwargsSender[NixlRef]):
             raise TransportUnavailableError("the nixl sender is closed")
         sizes = [codec.payload_size(pieces) for pieces in payloads]
         # Whoever gives up in what follows has nothing to return: slots come back by themselves.
-        slots = [self._slot(size) for size in sizes]
+        slots = [self._slot(one, size) for one, size in zip(payloads, sizes, strict=True)]
         if sum(sizes) <= _WRITE_INLINE_BYTES:
             stamps = self._write(list(slots), payloads)
         else:
@@ -263,8 +271,10 @@ class NixlSender(MmKwargsSender[NixlRef]):
             self._withdrawn.clear()
             self._unread.clear()
 
-    def _slot(self, size: int) -> Bytes:
-        while (slot := self._thread.arena.lease(HEADER_BYTES + size)) is None:
+    def _slot(self, pieces: Sequence[codec.Piece], size: int) -> Bytes:
+        """Room for header and payload, where the payload's tensors lie well."""
+        lead = codec.pieces_lead(pieces)
+        while (slot := self._thread.arena.lease(lead + HEADER_BYTES + size)) is None:
             with self._lock:
                 if not self._withdrawn:
                     raise SegmentError(
@@ -273,7 +283,7 @@ class NixlSender(MmKwargsSender[NixlRef]):
                         reason="segment_full",
                     )
                 self._unread.discard(self._withdrawn.popitem(last=False)[0])
-        return slot
+        return slot[lead:]
 
     def _write(
         self, slots: list[Bytes], payloads: Sequence[Sequence[codec.Piece]]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Final
 
 from dynamo_worker_ext.errors import PeerError, TransportUnavailableError
@@ -20,6 +22,31 @@ _PROGRESS_US: Final = 10_000
 
 #: Peers that are kept loaded. The one unused for longest goes first.
 MAX_PEERS: Final = 64
+
+
+def load_bindings(path: str | None = None) -> Any:
+    """NIXL's native module.
+
+    Args:
+        path: of the module's file, to load it without the package around it, which imports torch:
+            100 MB that a process which only needs this can do without.
+
+    Raises:
+        TransportUnavailableError: nixl cannot be loaded.
+    """
+    try:
+        if path is None:
+            return import_module("nixl._bindings")
+        spec = spec_from_file_location("_bindings", path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is no module")
+        native = module_from_spec(spec)
+        spec.loader.exec_module(native)
+    except ImportError as error:
+        raise TransportUnavailableError(
+            f"the nixl transport needs the packages nixl and nixl-cu12 or -cu13: {error}"
+        ) from None
+    return native
 
 
 class Peer:
@@ -65,19 +92,14 @@ class Agent:
     Args:
         name: unique among all that meet.
         arena: what is registered; kept by the agent.
+        native: what `load_bindings` gives.
 
     Raises:
-        TransportUnavailableError: nixl cannot be loaded or does not start here.
+        TransportUnavailableError: nixl does not start here.
     """
 
-    def __init__(self, name: str, arena: Arena) -> None:
-        try:
-            import nixl._bindings as native
-        except ImportError as error:
-            raise TransportUnavailableError(
-                f"the nixl transport needs the packages nixl and nixl-cu12 or -cu13: {error}"
-            ) from None
-        self._native: Any = native
+    def __init__(self, name: str, arena: Arena, native: Any) -> None:
+        self._native = native
         #: Everything that the bindings raise of their own; they have no common base.
         self.errors: tuple[type[Exception], ...] = tuple(
             value

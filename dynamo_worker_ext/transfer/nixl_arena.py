@@ -16,14 +16,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from dynamo_worker_ext.transfer import codec
 from dynamo_worker_ext.transfer.nixl_request import Bytes
 
-_ALIGNMENT: Final = 64
 _PAGE: Final = 4096
 
 #: How much is touched before its first use. Parts are taken from the front, so what lies behind
 #: is touched only when there is a need for it.
-_TOUCHED_BYTES: Final = 64 << 20
+_TOUCHED_BYTES: Final = 16 << 20
 
 
 class ArenaStatistics(NamedTuple):
@@ -32,11 +32,13 @@ class ArenaStatistics(NamedTuple):
     Attributes:
         bytes: all of it.
         free_bytes: what is not lent.
+        largest_free_bytes: of this, the most in one piece.
         leased: parts somebody holds.
     """
 
     bytes: int
     free_bytes: int
+    largest_free_bytes: int
     leased: int
 
 
@@ -70,7 +72,7 @@ class Arena:
         Returns:
             (nbytes,), arbitrary content, aligned to 64 bytes.
         """
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = -(-nbytes // codec.ALIGNMENT) * codec.ALIGNMENT
         with self._lock:
             self._collect()
             at = next((at for at, (_, free) in enumerate(self._free) if free >= size), None)
@@ -87,7 +89,8 @@ class Arena:
         """What the arena holds now."""
         with self._lock:
             self._collect()
-            return ArenaStatistics(self.nbytes, sum(n for _, n in self._free), len(self._lent))
+            free = [nbytes for _, nbytes in self._free]
+            return ArenaStatistics(self.nbytes, sum(free), max(free, default=0), len(self._lent))
 
     def check(self) -> None:
         """Make sure that the arena is whole.

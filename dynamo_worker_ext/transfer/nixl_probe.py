@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo_worker_ext.errors import PeerError, TransferError, TransportUnavailableError
-from dynamo_worker_ext.transfer.nixl_agent import Agent
+from dynamo_worker_ext.transfer.nixl_agent import Agent, load_bindings
 from dynamo_worker_ext.transfer.nixl_arena import Arena
 from dynamo_worker_ext.transfer.nixl_request import MAX_METADATA_BYTES, Offer, rename
 
@@ -126,7 +126,7 @@ class Probe:
         path = os.environ.get("PYTHONPATH")
         try:
             return subprocess.Popen(  # noqa: S603 - nothing in it comes from outside
-                [sys.executable, "-P", "-m", __name__],
+                [sys.executable, "-P", "-m", __name__, load_bindings().__file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -194,7 +194,7 @@ def main() -> None:
     # Native code may print; frames go out on a descriptor that it does not know.
     out = os.dup(1)
     os.dup2(2, 1)
-    agent = Agent(f"dwe-probe-{uuid.uuid4().hex}", Arena(1))
+    agent = Agent(f"dwe-probe-{uuid.uuid4().hex}", Arena(1), load_bindings(sys.argv[1]))
     _write(out, _LENGTH.pack(0))
     while head := _read(0, _LENGTH.size):
         body = _read(0, min(_LENGTH.unpack(head)[0], _ASK.size + MAX_METADATA_BYTES))

@@ -36,6 +36,8 @@ from dynamo_worker_ext.wire import NixlRef
 
 Bytes = npt.NDArray[np.uint8]
 
+_NOTHING: Final = np.empty(0, np.uint8)
+
 #: Bytes before a payload of ours.
 HEADER_BYTES: Final = 64
 
@@ -178,14 +180,18 @@ def rename(metadata: bytes, name: str) -> bytes:
 def write(slot: Bytes, pieces: Sequence[codec.Piece], generation: int) -> Stamp:
     """Lay a payload into a slot of header and payload, and stamp it. Blocks for the copy."""
     revoke(slot)
-    at = HEADER_BYTES
-    for piece in pieces:
-        if nbytes := memoryview(piece).nbytes:
-            slot[at : at + nbytes] = np.frombuffer(piece, np.uint8)
-            at += nbytes
     checksum = _Checksum()
-    for start in range(HEADER_BYTES, at, BLOCK_BYTES):
-        checksum.add(slot[start : min(start + BLOCK_BYTES, at)])
+    summed = at = HEADER_BYTES
+    for piece in pieces:
+        source = np.frombuffer(piece, np.uint8) if memoryview(piece).nbytes else _NOTHING
+        while len(source):
+            block = source[: summed + BLOCK_BYTES - at]
+            slot[at : at + len(block)] = block
+            at, source = at + len(block), source[len(block) :]
+            if at == summed + BLOCK_BYTES:
+                checksum.add(slot[summed:at])
+                summed = at
+    checksum.add(slot[summed:at])
     _HEADER.pack_into(slot.data, 0, _MAGIC, generation, at - HEADER_BYTES)
     return Stamp(generation, checksum.hexdigest())
 
@@ -195,13 +201,15 @@ def revoke(slot: Bytes) -> None:
     slot[: _HEADER.size] = 0
 
 
-def take(offer: Offer, arrived: Bytes, pool: BufferPool) -> memoryview:
-    """Copy what was read out of the arena, checking it on the way where our sender stamped it.
+def take(offer: Offer, arrived: Bytes, pool: BufferPool, *, keep: bool = False) -> memoryview:
+    """Check what was read, where our sender stamped it, and make a payload of it.
 
     Args:
         offer: what was read.
         arrived: ``offer.lead + offer.size`` bytes.
-        pool: where the payload goes, laid so that decoding needs no further copy.
+        pool: where the payload is copied to, laid so that decoding needs no further copy.
+        keep: leave it where it arrived if decoding needs no copy there either; the payload then
+            keeps `arrived`.
 
     Raises:
         PeerError: ``peer_stale``, ``peer_corrupt``.
@@ -216,14 +224,18 @@ def take(offer: Offer, arrived: Bytes, pool: BufferPool) -> memoryview:
             )
     source = arrived[offer.lead :]
     lead = codec.alignment_lead(source[: codec.HEAD_BYTES].tobytes())
-    payload = pool.lease(offer.size, offset=lead)
-    target = np.frombuffer(payload, np.uint8)
+    if keep and source.ctypes.data % codec.ALIGNMENT == lead:
+        target, payload = source, source.data
+    else:
+        payload = pool.lease(offer.size, offset=lead)
+        target = np.frombuffer(payload, np.uint8)
     checksum = _Checksum()
     for start in range(0, offer.size, BLOCK_BYTES):
         block = source[start : start + BLOCK_BYTES]
         if stamp is not None:
             checksum.add(block)
-        target[start : start + BLOCK_BYTES] = block
+        if target is not source:
+            target[start : start + BLOCK_BYTES] = block
     if stamp is not None and checksum.hexdigest() != stamp.checksum:
         raise PeerError(
             f"what {offer.key} names was changed while it was read, or damaged",

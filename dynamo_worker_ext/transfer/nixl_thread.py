@@ -17,8 +17,9 @@ from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 from dynamo_worker_ext.errors import PeerError, TransferError, TransportUnavailableError
+from dynamo_worker_ext.transfer import codec
 from dynamo_worker_ext.transfer.buffers import BufferPool
-from dynamo_worker_ext.transfer.nixl_agent import Agent, Peer, Transfer
+from dynamo_worker_ext.transfer.nixl_agent import Agent, Peer, Transfer, load_bindings
 from dynamo_worker_ext.transfer.nixl_arena import Arena
 from dynamo_worker_ext.transfer.nixl_request import Bytes, Offer, take
 
@@ -88,7 +89,8 @@ class AgentThread:
 
     Args:
         arena_bytes: what is registered.
-        pool: where payloads are copied to.
+        pool: where payloads are copied to that do not stay in the arena.
+        reserve_bytes: what is free in one piece beside those that stay.
         on_notification: called in the thread with each key that a peer sends.
         on_unknown: called in the thread with each read whose peer is not loaded and whose
             metadata was not tried yet; it is to be submitted again once that was done.
@@ -102,6 +104,7 @@ class AgentThread:
         arena_bytes: int,
         pool: BufferPool,
         *,
+        reserve_bytes: int = 0,
         on_notification: Callable[[bytes], None] | None = None,
         on_unknown: Callable[[Read], None] | None = None,
     ) -> None:
@@ -112,6 +115,7 @@ class AgentThread:
                 f"the nixl transport has no memory for an arena of {arena_bytes} bytes: {error}"
             ) from None
         self._pool = pool
+        self._reserve_bytes = reserve_bytes
         self._on_notification = on_notification
         self._on_unknown = on_unknown
         self._commands: SimpleQueue[Read | None] = SimpleQueue()
@@ -160,7 +164,7 @@ class AgentThread:
 
     def _run(self, started: Future[Agent]) -> None:
         try:
-            agent = Agent(f"dwe-{uuid.uuid4().hex}", self.arena)
+            agent = Agent(f"dwe-{uuid.uuid4().hex}", self.arena, load_bindings())
         except TransportUnavailableError as error:
             started.set_exception(error)
             return
@@ -232,12 +236,16 @@ class AgentThread:
         if peer is None or full:
             return False, full
         nbytes = offer.lead + offer.size
-        memory = self.arena.lease(nbytes)
+        # As far behind a boundary as in the sender's memory, where a payload of ours lies well.
+        remote = offer.ptr - offer.lead
+        pad = remote % codec.ALIGNMENT
+        memory = self.arena.lease(pad + nbytes)
         if memory is None:
             return False, True
+        memory = memory[pad:]
         local = int(memory.ctypes.data)
         try:
-            transfer = agent.read(peer, offer.ptr - offer.lead, local, nbytes, offer.key)
+            transfer = agent.read(peer, remote, local, nbytes, offer.key)
         except PeerError:
             agent.notify(offer.agent, offer.key)
             raise
@@ -269,7 +277,9 @@ class AgentThread:
                 agent.forget(transfer.peer)
         elif not read.future.done() and read.future.set_running_or_notify_cancel():
             try:
-                read.payload = take(read.offer, memory, self._pool)
+                # Whoever holds it must not keep larger ones from arriving.
+                keep = self.arena.statistics().largest_free_bytes >= self._reserve_bytes
+                read.payload = take(read.offer, memory, self._pool, keep=keep)
                 read.future.set_result(None)
             except PeerError as error:
                 read.future.set_exception(_bare(error))

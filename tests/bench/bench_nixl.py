@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pytest
 
 from dynamo_worker_ext.transfer import nixl_request
-from dynamo_worker_ext.transfer.nixl_agent import Agent
+from dynamo_worker_ext.transfer.nixl_agent import Agent, load_bindings
 from dynamo_worker_ext.transfer.nixl_arena import Arena
 from tests.nixl_peer import Peer
 
@@ -51,7 +51,7 @@ class Raw:
 
     def __init__(self) -> None:
         self._arena = Arena(64 * MB)
-        self._agent = Agent("bench-raw", self._arena)
+        self._agent = Agent("bench-raw", self._arena, load_bindings())
 
     def read(self, offer: nixl_request.Offer) -> float:
         """Seconds for one READ of the payload."""

@@ -215,7 +215,8 @@ async def test_a_late_read_never_brings_another_items_bytes(
     await until(lambda: victim.ask(do="statistics")["unread"] == 0)
     victim.ask(do="withdraw")
     again = victim.offer(MB, seed=5)
-    assert again[0].descriptor["descriptors"] == refs[0].descriptor["descriptors"]
+    there, before = (ref.descriptor["descriptors"][0]["ptr"] for ref in (*again, *refs))
+    assert there // 64 == before // 64
     assert await reason_of(receiver, refs) == "peer_stale"
     [one] = await receiver.receive(again)
     assert bytes(one.payload) == pattern(MB, 5)

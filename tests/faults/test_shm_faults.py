@@ -49,7 +49,7 @@ def segment() -> Iterator[Path]:
 
 @pytest_asyncio.fixture
 async def receiver(limits: Limits, metrics: Metrics) -> AsyncIterator[ShmReceiver]:
-    async with ShmReceiver(limits, metrics, inline_bytes=MB // 2) as receiver:
+    async with ShmReceiver(limits, metrics, inline_bytes=MB // 2, inline_warm_bytes=0) as receiver:
         yield receiver
 
 

@@ -130,11 +130,25 @@ def test_a_buffer_larger_than_the_bound_is_leased_but_not_kept() -> None:
     assert pool.statistics() == (0, 0, 0, 0)
 
 
+def test_a_pool_says_whether_it_has_used_memory() -> None:
+    pool = BufferPool(MB)
+    assert not pool.is_warm([5000])
+    view = pool.lease(5000)
+    assert not pool.is_warm([5000])
+    del view
+    assert pool.is_warm([5000])
+    assert pool.is_warm([5001]), "the same size class"
+    assert not pool.is_warm([5000, 5000])
+    assert not pool.is_warm([50_000])
+    assert pool.is_warm([])
+
+
 def test_a_pool_that_is_not_whole_says_so() -> None:
     pool = BufferPool(MB)
     view = pool.lease(100)
-    [slab] = pool._leased
-    pool._returning.append(slab)
+    [slab] = pool._leased.values()
+    assert slab.lease is not None
+    pool._returning.append(slab.lease)
     with pytest.raises(RuntimeError, match="a free buffer is still held"):
         pool.check()
     del view

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from dynamo_worker_ext import transfer
 from dynamo_worker_ext.errors import (
@@ -24,7 +25,8 @@ from dynamo_worker_ext.errors import (
     TransportUnavailableError,
 )
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.transfer import Limits
+from dynamo_worker_ext.transfer import Limits, codec
+from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 from dynamo_worker_ext.transfer.nixl import NixlReceiver, NixlSender
 from dynamo_worker_ext.wire import NixlRef, ShmRef
 from tests.nixl_peer import Peer, pattern, summary
@@ -156,6 +158,32 @@ async def test_reads_that_find_no_room_wait_for_it(sender: NixlSender) -> None:
         receiver.check()
 
 
+async def test_held_payloads_leave_room_for_the_largest(sender: NixlSender) -> None:
+    limits = Limits(3 * MB, timeout_s=30.0)
+    async with NixlReceiver(limits, Metrics(), arena_bytes=6 * MB) as receiver:
+        refs = await sender.offer([_tensor_payload(MB) for _ in range(5)])
+        held = [await receiver.receive([ref]) for ref in refs]
+
+        def leased() -> tuple[int, int]:
+            _, arena, pool = receiver.statistics()
+            return arena.leased, pool.leased
+
+        await until(lambda: leased() == (2, 3))
+        [largest] = await sender.offer([_tensor_payload(3 * MB - 4096)])
+        await receiver.receive([largest])
+        for [one] in held:
+            tensor = codec.decode(one.payload).fields["x"].data
+            assert (tensor.numpy() == 7).all()
+        del tensor, one, held
+        gc.collect()
+        await until(lambda: leased() == (0, 0))
+
+
+def _tensor_payload(nbytes: int) -> list[codec.Piece]:
+    tensor = torch.full((nbytes,), 7, dtype=torch.uint8)
+    return codec.encode(KwargsItem({"x": KwargsField(tensor, "batched", {})}))
+
+
 async def test_closing_twice_is_closing_once(sender: NixlSender) -> None:
     receiver = NixlReceiver(Limits(MB), Metrics())
     refs = await sender.offer([[b"x"]])
@@ -178,6 +206,20 @@ async def test_closing_leaves_no_process_and_no_thread(sender: NixlSender) -> No
         os.kill(pid, 0)
     started = {t.name for t in threading.enumerate() if t.name.startswith("dwe-nixl")}
     assert started <= before
+
+
+def mapped(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_the_probe_loads_nixl_and_not_torch(
+    sender: NixlSender, receiver: NixlReceiver
+) -> None:
+    """100 MB, in a process that most workers start and never use."""
+    await receiver.receive(await sender.offer([[b"x"]]))
+    loaded = mapped(receiver._probe.pid)
+    assert "libnixl" in loaded
+    assert "libtorch" not in loaded
 
 
 async def test_the_probe_ends_with_its_parent() -> None:

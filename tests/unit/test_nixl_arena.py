@@ -21,7 +21,7 @@ def test_a_part_comes_back_with_the_last_view_of_it() -> None:
     del part
     assert arena.statistics().leased == 1
     del view
-    assert arena.statistics() == (PAGE, PAGE, 0)
+    assert arena.statistics() == (PAGE, PAGE, PAGE, 0)
     arena.check()
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_worker_ext.errors import InvalidTransferError, PeerError, TransferError
-from dynamo_worker_ext.transfer import nixl_request
+from dynamo_worker_ext.transfer import codec, nixl_request
 from dynamo_worker_ext.transfer.buffers import BufferPool
+from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 from dynamo_worker_ext.transfer.nixl_request import HEADER_BYTES, Bytes, Offer, Stamp
 from dynamo_worker_ext.wire import NixlRef
 
@@ -178,6 +180,28 @@ def test_what_was_written_is_taken(size: int, pool: BufferPool) -> None:
     assert payload == data
     payload[0] ^= 1
     assert slot[HEADER_BYTES:].tobytes() == data
+
+
+@pytest.mark.parametrize(("off", "stays"), [(0, True), (1, False), (8, False)])
+def test_a_payload_stays_where_its_tensors_lie_well(
+    off: int, stays: bool, pool: BufferPool
+) -> None:
+    pieces = codec.encode(KwargsItem({"x": KwargsField(torch.arange(5000), "batched", {})}))
+    data = b"".join(bytes(piece) for piece in pieces)
+    lead = codec.pieces_lead(pieces)
+    # As an arena gives it: the payload is as far behind a boundary as its sender had it.
+    room = np.empty(len(data) + 3 * codec.ALIGNMENT, np.uint8)
+    at = -room.ctypes.data % codec.ALIGNMENT + lead + off
+    slot = room[at : at + HEADER_BYTES + len(data)]
+    stamp = nixl_request.write(slot, pieces, 5)
+    offer = Offer(4096, len(data), stamp.key, "sender", b"", b"", stamp)
+    payload = nixl_request.take(offer, slot, pool, keep=True)
+    assert payload == data
+    assert np.shares_memory(np.frombuffer(payload, np.uint8), slot) == stays
+    assert torch.equal(codec.decode(payload).fields["x"].data, torch.arange(5000))
+    slot[-1] ^= 1
+    with pytest.raises(PeerError, match="changed while it was read"):
+        nixl_request.take(offer, slot, pool, keep=True)
 
 
 def test_a_revoked_slot_is_stale(pool: BufferPool) -> None:

@@ -7,11 +7,13 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -57,6 +59,23 @@ async def sender() -> AsyncIterator[ShmSender]:
 
 async def received(receiver: ShmReceiver, refs: list[ShmRef]) -> list[KwargsItem]:
     return [codec.decode(r.payload) for r in await receiver.receive(refs)]
+
+
+def field_named(length: int) -> KwargsItem:
+    return KwargsItem({"x" * length: KwargsField(torch.zeros(512), "batched", {})})
+
+
+async def test_a_payload_never_lies_where_the_kernel_copies_slowly(
+    receiver: ShmReceiver, sender: ShmSender
+) -> None:
+    # Names of these lengths ask for every lead that there is.
+    for length in range(1, 65):
+        [ref] = await sender.offer([codec.encode(field_named(length))])
+        [payload] = [one.payload for one in await receiver.receive([ref])]
+        address = np.frombuffer(payload, np.uint8).ctypes.data
+        assert address % 4096 not in range(1, 64)
+        # And still so that a tensor of any dtype can be a view of it.
+        assert (address + len(payload) - 2048) % 64 == 0
 
 
 # With upstream's other half
@@ -220,6 +239,28 @@ async def test_small_items_are_read_without_a_thread(
     await receiver.receive(refs)
     assert not receiver._executor._threads
     assert not sender._executor._threads
+
+
+async def test_larger_items_are_read_without_a_thread_into_memory_used_before(
+    receiver: ShmReceiver, sender: ShmSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    read = receiver._read
+
+    def watched(ref: ShmRef, stop: Any = None) -> memoryview:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return read(ref, stop)
+
+    monkeypatch.setattr(receiver, "_read", watched)
+    refs = await sender.offer([[b"a" * (3 * MB)], [b"b" * (3 * MB)]])
+    await receiver.receive(refs[:1])
+    assert threads == [True]
+    await receiver.receive(refs[:1])
+    assert threads == [True, False]
+    await receiver.receive(refs)  # of the two buffers that this takes, one is new
+    assert threads == [True, False, True, True]
+    await receiver.receive(refs)
+    assert threads == [True, False, True, True, False, False]
 
 
 # The sender

@@ -96,7 +96,7 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
         places: list[tuple[int, int]] = []  # offset in the part, size
         try:
             for pieces in payloads:
-                lead, size = _lead(pieces), codec.payload_size(pieces)
+                lead, size = codec.pieces_lead(pieces), codec.payload_size(pieces)
                 slots.append(await self._take(lead + size))
                 places.append((slots[-1].start + lead, size))
         except BaseException:
@@ -287,12 +287,6 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
             self._loop.remove_reader(reader)
         reader.close()
         self._pool.drop(reader)
-
-
-def _lead(pieces: Sequence[codec.Piece]) -> int:
-    """Bytes to leave before a payload so that its tensors lie well."""
-    head = bytes(memoryview(pieces[0]).cast("B")[: codec.HEAD_BYTES]) if pieces else b""
-    return codec.alignment_lead(head)
 
 
 def _discard(making: Future[OwnPart]) -> None:
