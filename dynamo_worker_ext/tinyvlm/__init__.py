@@ -7,9 +7,9 @@ real family, so engines, frontends and processors take the paths that they take 
 only its weights are small and random. It says nothing sensible, but what it says depends on every
 token and image of the prompt, and the same seed always makes the same bytes.
 
-- `families.py`    what there is to make: one entry a family
+- `families.py`    what there is to make: one entry a family (`llama_families.py`: LLaVA, Phi-3)
 - `chat.py`        the chat templates
-- `vocabulary.py`  the tokenizer
+- `vocabulary.py`  the tokenizers (`llama_vocabulary.py`: LLaVA's and Phi-3's)
 - `weights.py`     the random weights
 - `checkpoint.py`  puts them together in a directory, all or nothing
 
@@ -17,6 +17,7 @@ Importing this package imports neither torch nor transformers; making a model do
 """
 
 from dynamo_worker_ext.tinyvlm.checkpoint import make
-from dynamo_worker_ext.tinyvlm.families import FAMILIES, Family
+from dynamo_worker_ext.tinyvlm.families import FAMILIES
+from dynamo_worker_ext.tinyvlm.family import Family
 
 __all__ = ["FAMILIES", "Family", "make"]

@@ -60,3 +60,40 @@ def chatml(**placeholders: str) -> str:
 
 def _lines(parts: list[str]) -> str:
     return "".join(part + "\n" for part in parts)
+
+
+VICUNA = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}
+{{- message['content'] + ' ' -}}
+{%- else -%}
+{{- 'USER: ' if message['role'] == 'user' else 'ASSISTANT: ' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for content in message['content'] -%}
+{%- if content['type'] in ['image', 'image_url'] -%}
+{{- '<image>\\n' -}}
+{%- elif content['type'] == 'text' -%}
+{{- content['text'] -}}
+{%- else -%}
+{{- raise_exception('this model takes no content part of type ' + content['type']) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- ' ' if message['role'] == 'user' else '</s>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- 'ASSISTANT:' -}}
+{%- endif -%}"""
+"""LLaVA's form. It begins without `<s>`: that is the tokenizer's to add."""
+
+PHI3 = """\
+{%- for message in messages -%}
+{{- '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|assistant|>\\n' -}}
+{%- endif -%}"""
+"""Phi-3-vision's form, which takes text only: a frontend numbers the images, `<|image_1|>`."""

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from dynamo_worker_ext.tinyvlm import vocabulary
-from dynamo_worker_ext.tinyvlm.families import VOCAB_SIZE, Family
+from dynamo_worker_ext.tinyvlm.family import Family
 
 MARKER = "tinyvlm.json"
 """The file by which a directory made here is known; it holds the family and the seed."""
@@ -63,8 +63,9 @@ def _refuse_foreign(out: Path, force: bool) -> None:
 
 def _write_model(family: Family, directory: Path, seed: int) -> None:
     _keep_offline()
-    tokenizer = vocabulary.train(VOCAB_SIZE, family.special_tokens)
-    ids = {token: tokenizer.token_to_id(token) for token in family.special_tokens}
+    form = family.vocabulary
+    tokenizer = form.train(form.size, form.special_tokens)
+    ids = {token: tokenizer.token_to_id(token) for token in form.special_tokens}
     config = family.config(ids)
     _write_json(directory / "config.json", config)
     family.write_weights(directory, seed, vocabulary.unspeakable(tokenizer))
@@ -72,18 +73,22 @@ def _write_model(family: Family, directory: Path, seed: int) -> None:
     # hub's form is the one that every version and both engines read.
     _write_json(directory / "config.json", config)
 
-    vocabulary.save(tokenizer, directory, family.tokenizer_class, family.chat_template)
+    vocabulary.save(tokenizer, directory, form, family.chat_template)
     if family.image_processor is not None:
         _write_json(directory / "preprocessor_config.json", family.image_processor)
     if family.video_processor is not None:
         _write_json(directory / "video_preprocessor_config.json", family.video_processor)
+    if family.processor is not None:
+        _write_json(directory / "processor_config.json", family.processor)
+    for name in family.remote_code:
+        shutil.copyfile(Path(__file__).parent / name, directory / Path(name).name)
     _write_json(
         directory / "generation_config.json",
         {
-            "bos_token_id": ids["<|endoftext|>"],
+            "bos_token_id": ids[form.bos],
             "do_sample": False,
-            "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
-            "pad_token_id": ids["<|endoftext|>"],
+            "eos_token_id": [ids[token] for token in form.ends],
+            "pad_token_id": ids[form.ends[-1]],
         },
     )
     _write_json(directory / MARKER, {"family": family.name, "seed": seed})

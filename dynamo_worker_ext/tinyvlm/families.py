@@ -5,37 +5,20 @@ processors' configurations, and a way to write weights for that configuration (`
 one for any model class of transformers).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from dynamo_worker_ext.tinyvlm import chat, vocabulary, weights
-
-JsonObject = dict[str, Any]
-TokenIds = Mapping[str, int]
-
-VOCAB_SIZE = 512
-CONTEXT_TOKENS = 32768
-_HIDDEN = 64
-_HEAD = 32
-
-
-@dataclass(frozen=True)
-class Family:
-    """All that distinguishes one family from another."""
-
-    name: str
-    summary: str
-    config: Callable[[TokenIds], JsonObject]
-    """`config.json` as the hub has it, given the ids of the special tokens."""
-    chat_template: str
-    write_weights: weights.WeightWriter
-    image_processor: JsonObject | None = None
-    """`preprocessor_config.json`; None for a model that takes no images."""
-    video_processor: JsonObject | None = None
-    """`video_preprocessor_config.json`; None for a model that takes no videos."""
-    special_tokens: tuple[str, ...] = vocabulary.QWEN_SPECIAL_TOKENS
-    tokenizer_class: str = "Qwen2Tokenizer"
+from dynamo_worker_ext.tinyvlm import chat, weights
+from dynamo_worker_ext.tinyvlm.family import (
+    CONTEXT_TOKENS,
+    HEAD,
+    HIDDEN,
+    Family,
+    JsonObject,
+    TokenIds,
+)
+from dynamo_worker_ext.tinyvlm.llama_families import LLAMA_FAMILIES
+from dynamo_worker_ext.tinyvlm.vocabulary import QWEN
 
 
 def _text(ids: TokenIds, **more: Any) -> JsonObject:
@@ -45,19 +28,19 @@ def _text(ids: TokenIds, **more: Any) -> JsonObject:
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "hidden_act": "silu",
-        "hidden_size": _HIDDEN,
+        "hidden_size": HIDDEN,
         "initializer_range": 0.02,
-        "intermediate_size": 2 * _HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
         "max_position_embeddings": CONTEXT_TOKENS,
-        "num_attention_heads": _HIDDEN // _HEAD,
+        "num_attention_heads": HIDDEN // HEAD,
         "num_hidden_layers": 2,
-        "num_key_value_heads": _HIDDEN // _HEAD,
+        "num_key_value_heads": HIDDEN // HEAD,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "use_cache": True,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": QWEN.size,
         **more,
     }
 
@@ -99,7 +82,7 @@ def _qwen2_vl(ids: TokenIds) -> JsonObject:
             "model_type": "qwen2_vl",
             "depth": 2,
             "embed_dim": 64,
-            "hidden_size": _HIDDEN,
+            "hidden_size": HIDDEN,
             "mlp_ratio": 2,
             "num_heads": 2,
         },
@@ -121,7 +104,7 @@ def _qwen2_5_vl(ids: TokenIds) -> JsonObject:
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_heads": 2,
-            "out_hidden_size": _HIDDEN,
+            "out_hidden_size": HIDDEN,
             "tokens_per_second": 2,
             "window_size": 112,
         },
@@ -140,7 +123,7 @@ def _qwen3_vl(ids: TokenIds) -> JsonObject:
             **_text(
                 ids,
                 attention_bias=False,
-                head_dim=_HEAD,
+                head_dim=HEAD,
                 rope_theta=5000000.0,
                 rope_scaling={
                     "mrope_interleaved": True,
@@ -159,7 +142,7 @@ def _qwen3_vl(ids: TokenIds) -> JsonObject:
             "intermediate_size": 128,
             "num_heads": 2,
             "num_position_embeddings": 2304,
-            "out_hidden_size": _HIDDEN,
+            "out_hidden_size": HIDDEN,
             "patch_size": 16,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
@@ -254,6 +237,7 @@ FAMILIES: Mapping[str, Family] = {
             chat_template=chat.chatml(),
             write_weights=weights.of_transformers(),
         ),
+        *LLAMA_FAMILIES,
     )
 }
 """By the name that `--family` takes."""

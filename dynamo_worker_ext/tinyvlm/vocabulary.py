@@ -1,16 +1,43 @@
-"""The tokenizer: a byte-level BPE of a few hundred pieces, trained here on a few sentences.
+"""The tokenizers: BPEs of a few hundred pieces, trained here on a few sentences.
 
-It differs from Qwen's in size only: same pre-tokenizer, same normaliser, same special tokens.
-Every text can be encoded (all 256 bytes are pieces) and comes back unchanged.
+They differ from the real families' in size only: same pre-tokenizer, same normaliser, same special
+tokens. Every text can be encoded (all 256 bytes are pieces) and comes back unchanged.
 """
 
+from __future__ import annotations
+
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer and what its `tokenizer_config.json` says.
+
+    Attributes:
+        train: makes the tokenizer of this many tokens with these special ones.
+        size: tokens in all.
+        special_tokens: they get the highest ids, in this order, unless `train` has its own.
+        ends: tokens that end an answer, the chat's own first; the last one pads.
+        config: more of `tokenizer_config.json`.
+        has_files: whether `vocab.json` and `merges.txt` are written as well.
+    """
+
+    train: Callable[[int, Sequence[str]], Tokenizer]
+    size: int
+    special_tokens: tuple[str, ...]
+    tokenizer_class: str
+    bos: str
+    ends: tuple[str, ...]
+    config: dict[str, Any]
+    has_files: bool = False
+
 
 QWEN_SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -34,7 +61,7 @@ _QWEN_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_CORPUS = (
+CORPUS = (
     "You are a helpful assistant. The user shows an image and asks a question about it.",
     "Describe the image in detail, please. What is in this picture, and where is it?",
     "How many objects are there? Which one is larger, and which colour does it have?",
@@ -49,8 +76,8 @@ _CORPUS = (
 )
 
 
-def train(size: int, special_tokens: Sequence[str]) -> "Tokenizer":
-    """Train the tokenizer; the same arguments always give the same one.
+def train_qwen(size: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE; the same arguments always give the same one.
 
     Args:
         size: how many tokens it has in the end, the special ones included.
@@ -84,7 +111,7 @@ def train(size: int, special_tokens: Sequence[str]) -> "Tokenizer":
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     )
@@ -96,7 +123,7 @@ def train(size: int, special_tokens: Sequence[str]) -> "Tokenizer":
     return tokenizer
 
 
-def unspeakable(tokenizer: "Tokenizer") -> list[int]:
+def unspeakable(tokenizer: Tokenizer) -> list[int]:
     """The ids that a model should never say: special tokens and pieces of a character.
 
     Without them greedy text is always printable, and runs until its length limit.
@@ -111,42 +138,57 @@ def unspeakable(tokenizer: "Tokenizer") -> list[int]:
     ]
 
 
-def save(tokenizer: "Tokenizer", directory: Path, tokenizer_class: str, template: str) -> None:
+def save(tokenizer: Tokenizer, directory: Path, vocabulary: Vocabulary, template: str) -> None:
     """Write the tokenizer's and the template's files into `directory`, in the hub's layout."""
     tokenizer.save(str(directory / "tokenizer.json"))
-    bpe = json.loads(tokenizer.to_str())["model"]
-    _write(directory / "vocab.json", json.dumps(bpe["vocab"], ensure_ascii=False))
-    _write(directory / "merges.txt", "".join(f"{a} {b}\n" for a, b in bpe["merges"]))
+    if vocabulary.has_files:
+        bpe = json.loads(tokenizer.to_str())["model"]
+        _write(directory / "vocab.json", json.dumps(bpe["vocab"], ensure_ascii=False))
+        _write(directory / "merges.txt", "".join(f"{a} {b}\n" for a, b in bpe["merges"]))
     _write(directory / "chat_template.jinja", template)
 
     added = tokenizer.get_added_tokens_decoder()
     config = {
-        "add_prefix_space": False,
         "added_tokens_decoder": {
             str(token_id): {
                 "content": token.content,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": True,
+                "lstrip": token.lstrip,
+                "normalized": token.normalized,
+                "rstrip": token.rstrip,
+                "single_word": token.single_word,
+                "special": token.special,
             }
             for token_id, token in sorted(added.items())
         },
-        "additional_special_tokens": [added[token_id].content for token_id in sorted(added)][1:],
-        "bos_token": None,
         "chat_template": template,
         "clean_up_tokenization_spaces": False,
-        "eos_token": "<|im_end|>",
-        "errors": "replace",
+        "eos_token": vocabulary.ends[0],
         "model_max_length": 32768,
-        "pad_token": "<|endoftext|>",
-        "split_special_tokens": False,
-        "tokenizer_class": tokenizer_class,
-        "unk_token": None,
+        "pad_token": vocabulary.ends[-1],
+        "tokenizer_class": vocabulary.tokenizer_class,
+        **vocabulary.config,
     }
     _write(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+QWEN = Vocabulary(
+    train=train_qwen,
+    size=512,
+    special_tokens=QWEN_SPECIAL_TOKENS,
+    tokenizer_class="Qwen2Tokenizer",
+    bos="<|endoftext|>",
+    ends=("<|im_end|>", "<|endoftext|>"),
+    config={
+        "add_prefix_space": False,
+        "additional_special_tokens": list(QWEN_SPECIAL_TOKENS[1:]),
+        "bos_token": None,
+        "errors": "replace",
+        "split_special_tokens": False,
+        "unk_token": None,
+    },
+    has_files=True,
+)

@@ -25,12 +25,15 @@ float32 disagree more often.
 """
 
 
-def of_transformers(gains: Mapping[str, float] = DECODER_GAINS) -> WeightWriter:
+def of_transformers(
+    gains: Mapping[str, float] = DECODER_GAINS, names: tuple[str, str] | None = None
+) -> WeightWriter:
     """Weights for a family whose model class is in transformers.
 
     Args:
         gains: pattern of parameter names -> factor on these parameters. The first pattern that
             is found in a name counts.
+        names: a prefix of transformers 5's names, and what the hub's files have in its place.
 
     Returns:
         A function that builds the model named by `architectures` in `config.json` and saves it
@@ -50,9 +53,25 @@ def of_transformers(gains: Mapping[str, float] = DECODER_GAINS) -> WeightWriter:
             model.lm_head.weight[list(unspeakable)] = 0.0
         with _no_progress_bar():
             model.to(torch.bfloat16).save_pretrained(directory)
+        if names is not None:
+            _rename(directory / "model.safetensors", *names)
         (directory / "model.safetensors").chmod(0o644)  # saved readable by its owner only
 
     return write
+
+
+def _rename(path: Path, prefix: str, hub_prefix: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        hub_prefix + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def none(directory: Path, seed: int, unspeakable: Sequence[int]) -> None:
+    """No weights: the engine draws its own (vLLM's ``--load-format dummy``)."""
 
 
 @contextmanager
@@ -69,13 +88,13 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _draw(name: str, parameter: Any, seed: int, gain: float) -> None:
-    """Overwrite a matrix with noise that keeps the scale of what passes through it.
+    """Overwrite a parameter with noise that keeps the scale of what passes through it.
 
-    Vectors (biases, norms) keep the 0 and 1 that they start with, times `gain`.
+    Biases and norms keep the 0 and 1 that they start with, times `gain`.
     """
     import torch
 
-    if parameter.dim() < 2:
+    if parameter.dim() < 2 and name.endswith((".weight", ".bias")):
         parameter.mul_(gain)
         return
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

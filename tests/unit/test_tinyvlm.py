@@ -25,6 +25,18 @@ TEXT_FILES = {
 }
 VISION_FILES = TEXT_FILES | {"preprocessor_config.json", "video_preprocessor_config.json"}
 
+LLAVA_FILES = TEXT_FILES - {"merges.txt", "vocab.json"} | {
+    "preprocessor_config.json",
+    "processor_config.json",
+}
+FILES = {
+    "qwen2": TEXT_FILES,
+    "llava": LLAVA_FILES,
+    "llava_next": LLAVA_FILES,
+    "phi3_v": LLAVA_FILES - {"model.safetensors", "processor_config.json"}
+    | {"configuration_phi3_v.py", "processing_phi3_v.py"},
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,8 +72,7 @@ def test_every_family_is_complete_and_takes_32768_tokens(
     family = FAMILIES[name]
     make(family, tmp_path / name)
 
-    files = VISION_FILES if family.image_processor else TEXT_FILES
-    assert {path.name for path in (tmp_path / name).iterdir()} == files
+    assert {path.name for path in (tmp_path / name).iterdir()} == FILES.get(name, VISION_FILES)
     config = json.loads((tmp_path / name / "config.json").read_text())
     text_config = config.get("text_config", config)
     assert text_config["max_position_embeddings"] >= 32768
@@ -70,6 +81,14 @@ def test_every_family_is_complete_and_takes_32768_tokens(
 def test_the_same_seed_makes_the_same_bytes(model: Path, tmp_path: Path) -> None:
     make(FAMILIES["qwen2_5_vl"], tmp_path / "again", seed=3)
     assert digests(tmp_path / "again") == digests(model)
+
+
+def test_parameters_that_are_no_matrices_are_drawn_from_the_seed_too(tmp_path: Path) -> None:
+    """LLaVA-NeXT's line break and CLIP's class token are vectors that begin as noise."""
+    pytest.importorskip("torch")
+    for name in ("one", "two"):
+        make(FAMILIES["llava_next"], tmp_path / name)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
 
 
 def test_another_seed_changes_the_weights_and_nothing_else(model: Path, tmp_path: Path) -> None:
@@ -127,12 +146,21 @@ class TestChatTemplate:
             "<|im_start|>assistant\n"
         )
 
+    def test_llava_asks_and_answers_in_turn(self) -> None:
+        parts = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "hi"}]
+        assert self.render("llava", parts) == "USER: <image>\nhi ASSISTANT:"
+
+    def test_phi3_takes_text_in_which_images_are_numbered(self) -> None:
+        assert self.render("phi3_v", "<|image_1|>\nhi") == (
+            "<|user|>\n<|image_1|>\nhi<|end|>\n<|assistant|>\n"
+        )
+
     def test_a_string_and_one_text_part_are_the_same(self) -> None:
         parts = [{"type": "text", "text": "hello"}]
         assert self.render("qwen2_vl", "hello") == self.render("qwen2_vl", parts)
 
     @pytest.mark.parametrize(
-        ("name", "kind"), [("qwen2_vl", "audio_url"), ("qwen2", "image_url"), ("qwen2", "video")]
+        ("name", "kind"), [("qwen2_vl", "audio_url"), ("qwen2", "image_url"), ("llava", "video")]
     )
     def test_a_part_that_the_model_does_not_take_is_refused(self, name: str, kind: str) -> None:
         with pytest.raises(Exception, match=f"no content part of type {kind}"):
