@@ -15,9 +15,14 @@ WorkerExtError
 │   ├── TransferTimeoutError     the deadline passed (`timeout`)
 │   └── TransportUnavailableError  this worker does not take that transport (`unavailable`)
 ├── MediaLostError           media did not arrive and cannot be processed here either
-└── EngineError              the engine failed
-    ├── EngineDeadError          it is gone; the worker leaves
-    └── CacheMissError           an item was evicted between check and submit; resend once
+├── HandoffError             decode cannot go on from what prefill left; carries a `reason`
+├── EngineError              the engine failed
+│   ├── EngineDeadError          it is gone; the worker leaves
+│   └── CacheMissError           an item was evicted between check and submit; resend once
+└── PatchingError            the patches of an engine cannot be looked at or applied
+    ├── PatchFormatError         a manifest or patch of this package is malformed
+    ├── EngineMissingError       the engine is not installed there
+    └── PatchRefusedError        the engine's files may not be changed; none was
 ```
 
 Errors are raised where the fault is found, and say what was expected, what came and what to do.
@@ -143,6 +148,22 @@ class MediaLostError(WorkerExtError):
         self.reason = reason
 
 
+class HandoffError(WorkerExtError):
+    """Decode cannot go on from what a prefill worker left; a frontend may begin anew.
+
+    The prompt is never computed again without its media instead.
+
+    Args:
+        message: what was expected and what came.
+        reason: ``missing`` (no prefill worker took part), ``invalid`` (malformed), ``kv`` (the KV
+            could not be had or was given up, as when its prefill worker died).
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class EngineError(WorkerExtError):
     """The engine failed while serving a request."""
 
@@ -161,3 +182,19 @@ class CacheMissError(EngineError):
     def __init__(self, mm_hashes: Sequence[str]) -> None:
         super().__init__(f"the engine no longer holds {len(mm_hashes)} item(s)")
         self.mm_hashes = tuple(mm_hashes)
+
+
+class PatchingError(WorkerExtError):
+    """The patches of an engine cannot be looked at or applied."""
+
+
+class PatchFormatError(PatchingError):
+    """A manifest or patch of this package is malformed; a defect of the package."""
+
+
+class EngineMissingError(PatchingError):
+    """The engine is not installed where it was looked for."""
+
+
+class PatchRefusedError(PatchingError):
+    """The engine's files may not, or cannot, be changed; all are as they were before."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo_worker_ext.errors import InvalidTransferError, RequestError
 from dynamo_worker_ext.hashing import is_mm_hash
+from dynamo_worker_ext.wire import encoded
 from dynamo_worker_ext.wire.transfer import modality_list, parse_transfer, short
 from dynamo_worker_ext.wire.types import MODALITIES, MediaRequest, Modality, Transfer
 
@@ -23,21 +24,28 @@ def parse(request: Mapping[str, Any], *, max_item_bytes: int) -> MediaRequest:
             frontend writes, never raises; see `MediaRequest.transfer_error`.
     """
     extra = request.get("extra_args")
-    extra = extra if isinstance(extra, Mapping) else {}
+    extra = extra if isinstance(extra, dict) else {}
+    raw = _parse_raw(request.get("multi_modal_data"))
+    hashes = _parse_raw_hashes(extra) if raw else {}
+    kwargs = request.get("mm_processor_kwargs") or extra.get("mm_processor_kwargs") or None
+    io_kwargs = request.get("media_io_kwargs") or None
     transfer: Transfer | None = None
     transfer_error: InvalidTransferError | None = None
     try:
         transfer = parse_transfer(extra, max_item_bytes)
+        if transfer is None and (handle := request.get("encoder_result")) is not None:
+            transfer = encoded.read(handle, request.get("token_ids") or [], max_item_bytes)
+            # With options an encode worker derives identities of its own.
+            if transfer is not None and not (kwargs or io_kwargs):
+                encoded.check_identities(transfer, hashes)
     except InvalidTransferError as error:
-        transfer_error = error
-    kwargs = request.get("mm_processor_kwargs") or extra.get("mm_processor_kwargs") or None
-    io_kwargs = request.get("media_io_kwargs") or None
+        transfer, transfer_error = None, error
     return MediaRequest(
         token_ids=request.get("token_ids") or [],
         transfer=transfer,
         transfer_error=transfer_error,
-        raw=_parse_raw(request.get("multi_modal_data")),
-        mm_hashes=_parse_raw_hashes(extra),
+        raw=raw,
+        mm_hashes=hashes,
         user_uuids=_parse_user_uuids(request.get("multi_modal_uuids")),
         mm_processor_kwargs=_object_or_none("mm_processor_kwargs", kwargs),
         media_io_kwargs=_object_or_none("media_io_kwargs", io_kwargs),
@@ -49,6 +57,11 @@ def _parse_raw(value: object) -> dict[Modality, Sequence[Mapping[str, Any]]]:
         return {}
     if not isinstance(value, Mapping):
         raise RequestError(f"multi_modal_data is an object, got {short(value)}")
+    if embeds := [str(name) for name in value if str(name).endswith("_embeds") and value[name]]:
+        raise RequestError(
+            f"multi_modal_data.{short(embeds[0])}: a prompt's own embeddings are not taken; send "
+            "the media"
+        )
     result: dict[Modality, Sequence[Mapping[str, Any]]] = {}
     for modality in MODALITIES:
         items = value.get(f"{modality}_url")

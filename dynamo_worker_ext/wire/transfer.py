@@ -10,13 +10,13 @@ request may mix modalities and may send only a part of its items::
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.hashing import is_mm_hash
@@ -27,76 +27,74 @@ from dynamo_worker_ext.wire.types import (
     ItemRef,
     MediaItem,
     Modality,
+    Name,
     NixlRef,
     Placeholder,
     ShmRef,
+    Size,
     Transfer,
 )
 
-_STRICT = ConfigDict(extra="ignore", strict=True, frozen=True)
-_M = TypeVar("_M", bound=BaseModel)
-# Not pydantic: it takes four times as long for a prompt of a thousand tokens.
-_Tokens = list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+# msgspec and not pydantic, and all in one call: every request with media passes through here, and
+# what costs is how much code and data a request that comes after a pause finds cold.
+_Meta = msgspec.Meta
+_Tokens = Annotated[list[Annotated[int, _Meta(ge=0, lt=2**31)]], _Meta(min_length=1)]
+_Hashes = Annotated[list[str], _Meta(max_length=MAX_ITEMS)]
+_Places = Annotated[
+    list[tuple[Annotated[int, _Meta(ge=0)], Annotated[int, _Meta(ge=1)]] | Placeholder],
+    _Meta(max_length=MAX_ITEMS),
+]
+_Small = Annotated[int, _Meta(ge=0, lt=2**16)]
 
-# A plain name: no folders, and a leading dot would be a hidden file.
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,249}$")]
-_Size = Annotated[int, Field(ge=1)]
-_Index = Annotated[int, Field(ge=0, lt=MAX_ITEMS)]
-_Hashes = Annotated[list[str], Field(max_length=MAX_ITEMS)]
-_Offset = Annotated[int, Field(ge=0, lt=2**63)]
 
-
-class _ArenaItem(BaseModel):
-    model_config = _STRICT
+class _ArenaItem(msgspec.Struct):
     modality: Modality
-    index: _Index
-    part: Annotated[int, Field(ge=0, lt=2**16)]
-    slot: Annotated[int, Field(ge=0, lt=2**16)]
-    offset: _Offset
-    size: _Size
-    generation: Annotated[int, Field(ge=1, lt=2**63)]
+    index: Annotated[int, _Meta(ge=0, lt=MAX_ITEMS)]
+    part: _Small
+    slot: _Small
+    offset: Annotated[int, _Meta(ge=0, le=2**63 - 1)]
+    size: Size
+    generation: Annotated[int, _Meta(ge=1, le=2**63 - 1)]
 
 
-class _Arena(BaseModel):
-    model_config = _STRICT
-    socket: _Name
-    host_id: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    items: Annotated[list[_ArenaItem], Field(min_length=1, max_length=MAX_ITEMS)]
+class _Arena(msgspec.Struct):
+    socket: Name
+    host_id: Annotated[str, _Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    items: Annotated[list[_ArenaItem], _Meta(min_length=1, max_length=MAX_ITEMS)]
     mm_hashes: dict[Modality, _Hashes] = {}
 
 
-class _ShmItem(BaseModel):
-    model_config = _STRICT
-    name: _Name
-    size: _Size
-
-
-class _Shm(BaseModel):
-    model_config = _STRICT
+class _Shm(msgspec.Struct):
     modality: Modality
-    items: Annotated[list[_ShmItem], Field(min_length=1, max_length=MAX_ITEMS)]
+    items: Annotated[list[ShmRef], _Meta(min_length=1, max_length=MAX_ITEMS)]
     mm_hashes: _Hashes = []
 
 
-class _NixlSpec(BaseModel):
-    model_config = _STRICT
-    shape: Annotated[list[Annotated[int, Field(ge=1, lt=2**63)]], Field(min_length=1, max_length=8)]
+class _NixlSpec(msgspec.Struct):
+    shape: Annotated[
+        list[Annotated[int, _Meta(ge=1, le=2**63 - 1)]], _Meta(min_length=1, max_length=8)
+    ]
     dtype_str: Literal["uint8"]
     serialized_request: dict[str, Any]
 
 
-class _Nixl(BaseModel):
-    model_config = _STRICT
+class _Nixl(msgspec.Struct):
     modality: Modality
-    tensor_specs: Annotated[list[_NixlSpec], Field(min_length=1, max_length=MAX_ITEMS)]
+    tensor_specs: Annotated[list[_NixlSpec], _Meta(min_length=1, max_length=MAX_ITEMS)]
     mm_hashes: _Hashes = []
 
 
-class _PlaceholderDict(BaseModel):
-    model_config = _STRICT
-    offset: int
-    length: int
-    is_embed: list[bool] | None = None
+class _Extra(msgspec.Struct, kw_only=True):
+    """The fields of ``extra_args`` that belong to a transfer."""
+
+    mm_kwargs_arena: _Arena | None = None
+    mm_kwargs_shm: _Shm | None = None
+    mm_kwargs_nixl: _Nixl | None = None
+    expanded_token_ids: _Tokens
+    mm_hashes: _Hashes | None = None
+    mm_hashes_by_modality: dict[str, _Hashes | None] | None = None
+    mm_placeholders: _Places | None = None
+    mm_placeholders_by_modality: dict[str, _Places | None] | None = None
 
 
 class _Offer:
@@ -108,10 +106,12 @@ class _Offer:
         hashes: by modality, the identities that came with the field.
     """
 
-    def __init__(self) -> None:
+    __slots__ = ("hashes", "refs", "unnamed")
+
+    def __init__(self, hashes: Mapping[Modality, list[str]]) -> None:
         self.refs: dict[Modality, dict[int, ItemRef]] = {}
-        self.unnamed: dict[Modality, list[ItemRef]] = {}
-        self.hashes: dict[Modality, list[str]] = {}
+        self.unnamed: dict[Modality, Sequence[ItemRef]] = {}
+        self.hashes = hashes
 
     def all(self) -> list[ItemRef]:
         named = [ref for refs in self.refs.values() for ref in refs.values()]
@@ -130,9 +130,14 @@ def parse_transfer(extra: Mapping[str, Any], max_item_bytes: int) -> Transfer | 
     Raises:
         InvalidTransferError: it is malformed; the reason says in what.
     """
-    offers = _offers(extra)
-    if not offers:
+    if (
+        extra.get("mm_kwargs_shm") is None
+        and extra.get("mm_kwargs_arena") is None
+        and extra.get("mm_kwargs_nixl") is None
+    ):
         return None
+    form = _convert(extra)
+    offers = _offers(form)
     for transport, offer in offers.items():
         for ref in offer.all():
             if ref.size > max_item_bytes:
@@ -141,20 +146,20 @@ def parse_transfer(extra: Mapping[str, Any], max_item_bytes: int) -> Transfer | 
                     f"{max_item_bytes} are accepted (--mm-max-item-mb)",
                     reason="invalid_size",
                 )
-    tokens = _parse_tokens(extra.get("expanded_token_ids"))
     items: list[MediaItem] = []
     found: dict[str, dict[int, ItemRef]] = {transport: {} for transport in offers}
-    for modality in _modalities(extra, offers):
+    for modality in _modalities(form, offers):
         first = len(items)
-        items += _parse_items(extra, modality, offers, len(tokens))
+        items += _items(form, modality, offers)
         for transport, offer in offers.items():
             refs = offer.refs.get(modality, {})
-            unnamed = offer.unnamed.get(modality, [])
+            unnamed = offer.unnamed.get(modality, ())
             if len(unnamed) == len(items) - first:
                 refs = dict(enumerate(unnamed))
             found[transport] |= {first + index: ref for index, ref in refs.items()}
-    _check_overlap([item.placeholder for item in items])
-    return Transfer(tokens, tuple(items), found)
+    if len(items) > 1:
+        _check_overlap([item.placeholder for item in items])
+    return Transfer(form.expanded_token_ids, tuple(items), found)
 
 
 def modality_list(extra: Mapping[str, Any], key: str, modality: Modality) -> list[Any]:
@@ -179,13 +184,11 @@ def short(value: object) -> str:
     return text[:80] if text else type(value).__name__
 
 
-def _offers(extra: Mapping[str, Any]) -> dict[str, _Offer]:
+def _offers(form: _Extra) -> dict[str, _Offer]:
     """What each transport's field offers, by transport."""
     offers: dict[str, _Offer] = {}
-    if (raw := extra.get("mm_kwargs_arena")) is not None:
-        arena = _model(_Arena, raw, "mm_kwargs_arena")
-        offer = offers["arena"] = _Offer()
-        offer.hashes = dict(arena.mm_hashes)
+    if (arena := form.mm_kwargs_arena) is not None:
+        offer = offers["arena"] = _Offer(arena.mm_hashes)
         for item in arena.items:
             where = (item.part, item.slot, item.offset, item.size, item.generation)
             refs = offer.refs.setdefault(item.modality, {})
@@ -195,24 +198,18 @@ def _offers(extra: Mapping[str, Any]) -> dict[str, _Offer]:
                     reason="invalid_count",
                 )
             refs[item.index] = ArenaRef(arena.socket, arena.host_id, *where)
-    if (raw := extra.get("mm_kwargs_shm")) is not None:
-        shm = _model(_Shm, raw, "mm_kwargs_shm")
-        offer = offers["shm"] = _Offer()
-        offer.hashes = {shm.modality: shm.mm_hashes}
-        offer.unnamed = {shm.modality: [ShmRef(item.name, item.size) for item in shm.items]}
-    if (raw := extra.get("mm_kwargs_nixl")) is not None:
-        nixl = _model(_Nixl, raw, "mm_kwargs_nixl")
-        offer = offers["nixl"] = _Offer()
-        offer.hashes = {nixl.modality: nixl.mm_hashes}
-        offer.unnamed = {
-            nixl.modality: [
-                NixlRef(prod(spec.shape), spec.serialized_request) for spec in nixl.tensor_specs
-            ]
-        }
+    if (shm := form.mm_kwargs_shm) is not None:
+        offer = offers["shm"] = _Offer({shm.modality: shm.mm_hashes})
+        offer.unnamed[shm.modality] = shm.items
+    if (nixl := form.mm_kwargs_nixl) is not None:
+        offer = offers["nixl"] = _Offer({nixl.modality: nixl.mm_hashes})
+        offer.unnamed[nixl.modality] = [
+            NixlRef(prod(spec.shape), spec.serialized_request) for spec in nixl.tensor_specs
+        ]
     return offers
 
 
-def _modalities(extra: Mapping[str, Any], offers: Mapping[str, _Offer]) -> list[Modality]:
+def _modalities(form: _Extra, offers: Mapping[str, _Offer]) -> list[Modality]:
     """The modalities whose items belong to the transfer.
 
     Dynamo's fields know one. With the arena's, all that the request has: the items of one may all
@@ -225,20 +222,30 @@ def _modalities(extra: Mapping[str, Any], offers: Mapping[str, _Offer]) -> list[
         for modality, values in part.items()
         if values
     }
-    return [
-        modality
-        for modality in MODALITIES
-        if modality in named
-        or ("arena" in offers and modality_list(extra, "mm_placeholders", modality))
-    ]
+    if "arena" in offers:
+        named.update(modality for modality in MODALITIES if _places(form, modality))
+    return [modality for modality in MODALITIES if modality in named]
 
 
-def _parse_items(
-    extra: Mapping[str, Any], modality: Modality, offers: Mapping[str, _Offer], prompt_len: int
-) -> list[MediaItem]:
+def _places(form: _Extra, modality: Modality) -> Sequence[tuple[int, int] | Placeholder]:
+    return _of(form.mm_placeholders_by_modality, form.mm_placeholders, modality)
+
+
+def _of(
+    grouped: Mapping[str, list[Any] | None] | None, flat: list[Any] | None, modality: Modality
+) -> list[Any]:
+    """As `modality_list`, of what is checked."""
+    return (grouped and grouped.get(modality)) or (modality == "image" and flat) or []
+
+
+def _items(form: _Extra, modality: Modality, offers: Mapping[str, _Offer]) -> list[MediaItem]:
     """All items of one modality."""
-    hashes = modality_list(extra, "mm_hashes", modality)
+    hashes = _of(form.mm_hashes_by_modality, form.mm_hashes, modality)
+    most = 0
     for offer in offers.values():
+        if named := offer.refs.get(modality):
+            most = max(most, max(named) + 1)
+        most = max(most, len(offer.unnamed.get(modality, ())))
         if not (of_field := offer.hashes.get(modality)):
             continue
         if hashes and hashes != of_field:
@@ -253,63 +260,34 @@ def _parse_items(
                 f"an mm_hash is 16 or 64 lower-case hex characters, got {short(value)}",
                 reason="invalid_hash",
             )
-    places = [
-        _parse_placeholder(value, prompt_len)
-        for value in modality_list(extra, "mm_placeholders", modality)
-    ]
-    most = max(
-        max(offer.refs.get(modality, ()), default=-1) + 1 or len(offer.unnamed.get(modality, ()))
-        for offer in offers.values()
-    )
+    places = _places(form, modality)
     if not hashes or len(hashes) != len(places) or most > len(hashes):
         raise InvalidTransferError(
             f"counts of {modality} items differ: {most} item(s), {len(hashes)} mm_hashes, "
             f"{len(places)} placeholders",
             reason="invalid_count",
         )
-    return [MediaItem(modality, h, p) for h, p in zip(hashes, places, strict=True)]
+    prompt_len = len(form.expanded_token_ids)
+    return [
+        MediaItem(modality, mm_hash, _placeholder(place, prompt_len))
+        for mm_hash, place in zip(hashes, places, strict=True)
+    ]
 
 
-def _parse_tokens(value: object) -> list[int]:
-    try:
-        tokens = msgspec.convert(value, _Tokens)
-    except msgspec.ValidationError as error:
+def _placeholder(value: tuple[int, int] | Placeholder, prompt_len: int) -> Placeholder:
+    where = Placeholder(*value) if isinstance(value, tuple) else value
+    if where.offset < 0 or where.length < 1 or where.end > prompt_len:
         raise InvalidTransferError(
-            f"expanded_token_ids is a list of token ids: {error}", reason="invalid_tokens"
-        ) from None
-    if not tokens:
-        raise InvalidTransferError("expanded_token_ids is empty", reason="invalid_tokens")
-    return tokens
-
-
-def _parse_placeholder(value: object, prompt_len: int) -> Placeholder:
-    if isinstance(value, Mapping):
-        model = _model(_PlaceholderDict, value, "mm_placeholders", reason="invalid_placeholder")
-        mask = None if model.is_embed is None else tuple(model.is_embed)
-        result = Placeholder(model.offset, model.length, mask)
-    elif (
-        isinstance(value, (list, tuple))
-        and len(value) == 2
-        and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-    ):
-        result = Placeholder(value[0], value[1])
-    else:
-        raise InvalidTransferError(
-            f"a placeholder is [offset, length] or an object, got {short(value)}",
-            reason="invalid_placeholder",
-        )
-    if result.offset < 0 or result.length < 1 or result.end > prompt_len:
-        raise InvalidTransferError(
-            f"placeholder ({result.offset}, {result.length}) lies outside the expanded prompt "
+            f"placeholder ({where.offset}, {where.length}) lies outside the expanded prompt "
             f"of {prompt_len} tokens",
             reason="invalid_placeholder",
         )
-    if result.is_embed is not None and len(result.is_embed) != result.length:
+    if where.is_embed is not None and len(where.is_embed) != where.length:
         raise InvalidTransferError(
-            f"is_embed has {len(result.is_embed)} entries for {result.length} tokens",
+            f"is_embed has {len(where.is_embed)} entries for {where.length} tokens",
             reason="invalid_placeholder",
         )
-    return result
+    return where
 
 
 def _check_overlap(placeholders: Sequence[Placeholder]) -> None:
@@ -323,41 +301,49 @@ def _check_overlap(placeholders: Sequence[Placeholder]) -> None:
             )
 
 
-def _model(model: type[_M], value: object, name: str, *, reason: str | None = None) -> _M:
+def _convert(extra: Mapping[str, Any]) -> _Extra:
     try:
-        return model.model_validate(value)
-    except ValidationError as error:
+        return msgspec.convert(extra, _Extra)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        if len(text) > 200:  # msgspec quotes what it does not know
+            text = f"{text[:100]}...{text[-100:]}"
         raise InvalidTransferError(
-            f"{name}: {_first(error)}", reason=reason or _reason(error)
+            f"extra_args: {text}, got {short(_at(text, extra))}", reason=_reason(text)
         ) from None
 
 
-def _reason(error: ValidationError) -> str:
-    """The label of the first thing wrong: the field's own, else ``invalid_metadata``."""
-    names = {str(part) for part in error.errors()[0]["loc"]}
-    return next(
-        (
-            label
-            for key, label in (
-                ("size", "invalid_size"),
-                ("shape", "invalid_size"),
-                ("name", "invalid_name"),
-                ("socket", "invalid_name"),
-                ("index", "invalid_count"),
-                ("part", "invalid_slot"),
-                ("slot", "invalid_slot"),
-                ("offset", "invalid_slot"),
-                ("generation", "invalid_slot"),
-                ("mm_hashes", "invalid_hash"),
-                ("dtype_str", "invalid_type"),
-            )
-            if key in names
-        ),
-        "invalid_metadata",
-    )
+#: Of the first thing wrong: the label of its field, else ``invalid_metadata``.
+_REASONS: Final = {
+    "expanded_token_ids": "invalid_tokens",
+    "mm_hashes": "invalid_hash",
+    "mm_hashes_by_modality": "invalid_hash",
+    "mm_placeholders": "invalid_placeholder",
+    "mm_placeholders_by_modality": "invalid_placeholder",
+    "size": "invalid_size",
+    "shape": "invalid_size",
+    "name": "invalid_name",
+    "socket": "invalid_name",
+    "index": "invalid_count",
+    "part": "invalid_slot",
+    "slot": "invalid_slot",
+    "offset": "invalid_slot",
+    "generation": "invalid_slot",
+    "dtype_str": "invalid_type",
+}
 
 
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "value"
-    return f"{where}: {first['msg']}, got {short(first['input'])}"
+def _reason(text: str) -> str:
+    if f"of length <= {MAX_ITEMS}" in text:
+        return "invalid_count"
+    # As msgspec writes it: "... - at `$.items[0].size`", "... missing required field `size` ...".
+    names = re.findall(r"(?:\.|field `)(\w+)", text)
+    return next((_REASONS[name] for name in names if name in _REASONS), "invalid_metadata")
+
+
+def _at(text: str, value: Any) -> Any:
+    """What lies where msgspec says that something is wrong, or around it."""
+    path = text.rpartition("`$")[2].partition("[...]")[0] if "`$" in text else ""
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        value = value[name] if name else value[int(index)]
+    return value

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
 
 from dynamo_worker_ext.errors import InvalidTransferError
 
@@ -17,9 +19,12 @@ TRANSPORTS: Final = ("arena", "shm", "nixl")
 #: More items than any model takes; keeps a hostile count from costing time.
 MAX_ITEMS: Final = 4096
 
+#: A plain name: no folders, and a leading dot would be a hidden file.
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,249}\Z")]
+Size = Annotated[int, msgspec.Meta(ge=1)]
 
-@dataclass(frozen=True, slots=True)
-class Placeholder:
+
+class Placeholder(msgspec.Struct, frozen=True):
     """Where one item stands in the expanded prompt.
 
     Attributes:
@@ -37,13 +42,34 @@ class Placeholder:
         return self.offset + self.length
 
 
-@dataclass(frozen=True, slots=True)
-class MediaItem:
-    """One media item of a transfer: what it is and where it stands."""
+class Embeddings(msgspec.Struct, frozen=True):
+    """What an encode worker made of one item, in place of what a processor makes.
+
+    Attributes:
+        shape: [tokens, width].
+        dtype: of the embeddings, as torch names it.
+        grid: [time, height, width] in patches; None for a model that has no grids.
+    """
+
+    shape: tuple[int, int]
+    dtype: str
+    grid: tuple[int, int, int] | None
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """One media item of a transfer: what it is and where it stands.
+
+    Attributes:
+        modality: its kind.
+        mm_hash: its identity.
+        placeholder: where it stands in the expanded prompt.
+        embeddings: what its payload holds if an encode worker made it; else None.
+    """
 
     modality: Modality
     mm_hash: str
     placeholder: Placeholder
+    embeddings: Embeddings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +99,8 @@ class ArenaRef:
 class ShmRef:
     """One item in a shared-memory segment: its plain name and payload size in bytes."""
 
-    name: str
-    size: int
+    name: Name
+    size: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +114,7 @@ class NixlRef:
 ItemRef = ArenaRef | ShmRef | NixlRef
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(msgspec.Struct, frozen=True):
     """Validated transfer metadata of one request.
 
     Attributes:
@@ -109,8 +134,7 @@ class Transfer:
         return len(self.offers[transport]) == len(self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class MediaRequest:
+class MediaRequest(msgspec.Struct, frozen=True):
     """The media side of one request.
 
     Attributes:
@@ -127,15 +151,16 @@ class MediaRequest:
     token_ids: list[int]
     transfer: Transfer | None = None
     transfer_error: InvalidTransferError | None = None
-    raw: Mapping[Modality, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    mm_hashes: Mapping[Modality, tuple[str, ...]] = field(default_factory=dict)
-    user_uuids: Mapping[Modality, tuple[str | None, ...]] = field(default_factory=dict)
+    raw: Mapping[Modality, Sequence[Mapping[str, Any]]] = {}
+    mm_hashes: Mapping[Modality, tuple[str, ...]] = {}
+    user_uuids: Mapping[Modality, tuple[str | None, ...]] = {}
     mm_processor_kwargs: Mapping[str, Any] | None = None
     media_io_kwargs: Mapping[str, Any] | None = None
 
     def count(self, modality: Modality) -> int:
         """Items of one modality that this request names, by the larger of its two ways in."""
-        moved = sum(i.modality == modality for i in self.transfer.items) if self.transfer else 0
+        items = self.transfer.items if self.transfer is not None else ()
+        moved = [item.modality for item in items].count(modality)
         return max(moved, len(self.raw.get(modality, ())))
 
     def identities(self, modality: Modality) -> tuple[str | None, ...] | None:

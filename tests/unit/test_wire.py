@@ -210,7 +210,33 @@ def test_the_error_names_what_was_wrong_but_not_everything_that_came() -> None:
     error = parse(request).transfer_error
     assert error is not None
     assert "name" in str(error)
+    assert "'/xxx" in str(error)
     assert len(str(error)) < 300
+
+
+@pytest.mark.parametrize("text", ["x" * 10_000, "x` - at `$.items[9][9].size", "`$[7].a"])
+def test_what_came_cannot_pass_for_a_part_of_the_error(text: str) -> None:
+    request = request_with()
+    request["extra_args"]["mm_kwargs_shm"]["modality"] = text
+    error = parse(request).transfer_error
+    assert error is not None
+    assert error.reason.startswith("invalid_")
+    assert "`$.mm_kwargs_shm.modality`" in str(error)
+    assert len(str(error)) < 320
+
+
+@pytest.mark.parametrize("field", ["mm_hashes", "mm_placeholders"])
+def test_more_items_than_any_model_takes_are_malformed(field: str) -> None:
+    request = request_with()
+    request["extra_args"][field] = request["extra_args"][field] * wire.MAX_ITEMS
+    assert reason(request) == "invalid_count"
+
+
+def test_an_item_is_counted_by_its_index_and_not_by_what_else_is_offered() -> None:
+    shm = {"modality": "image", "items": [{"name": n, "size": 5} for n in "ab"], "mm_hashes": []}
+    transfer = parse(arena_request({1: arena_ref(1)}, mm_kwargs_shm=shm)).transfer
+    assert transfer is not None
+    assert transfer.offers["shm"] == {0: wire.ShmRef("a", 5), 1: wire.ShmRef("b", 5)}
 
 
 @pytest.mark.parametrize(
@@ -388,3 +414,10 @@ def test_placeholders_of_all_modalities_are_checked_together(places: Any) -> Non
 def test_the_public_names_of_wire() -> None:
     assert all(hasattr(wire, name) for name in wire.__all__)
     assert wire.TRANSPORTS == ("arena", "shm", "nixl")
+
+
+def test_embeddings_of_the_prompts_own_are_refused_and_not_left_out() -> None:
+    media = {"image_url": [], "image_embeds": [{"data": "AAAA"}]}
+    with pytest.raises(RequestError, match="image_embeds"):
+        parse({"token_ids": [1], "multi_modal_data": media})
+    assert parse({"token_ids": [1], "multi_modal_data": {"image_embeds": None}}).raw == {}
