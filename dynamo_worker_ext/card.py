@@ -24,6 +24,7 @@ from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.hashing import HashMode
 
 BackendFramework = Literal["vllm", "sglang"]
+MmRouting = Literal["exact", "text_prefix"]
 
 #: Our part of the card.
 EXT_KEY: Final = "dynamo_worker_ext"
@@ -50,6 +51,10 @@ class WorkerCard:
         host_id: see `host_identity`; empty where shared memory cannot reach it.
         modalities: kinds of media that its model takes.
         patches: engine patches that are in effect.
+        mm_routing: ``exact`` where its KV events identify media as the router does, ``text_prefix``
+            where a router can count on nothing behind the first media item.
+        mm_hash_support: what the engine does with a frontend's hashes, in words; None if it
+            always takes them.
     """
 
     backend_framework: BackendFramework
@@ -62,6 +67,8 @@ class WorkerCard:
     host_id: str = ""
     modalities: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
+    mm_routing: MmRouting = "exact"
+    mm_hash_support: str | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -86,6 +93,8 @@ class WorkerCard:
                 "host_id": self.host_id,
                 "modalities": list(self.modalities),
                 "patches": list(self.patches),
+                "mm_routing": self.mm_routing,
+                "mm_hash_support": self.mm_hash_support,
             }
         return data
 
@@ -135,6 +144,8 @@ class WorkerCard:
         ]
         if self.host_id:
             parts.append(f"host {self.host_id}")
+        if self.mm_routing != "exact":
+            parts.append(f"{self.mm_routing} routing of media")
         if self.patches:
             parts.append(f"patches {'+'.join(self.patches)}")
         return ", ".join(parts)
@@ -152,6 +163,59 @@ class _Ext(BaseModel):
     host_id: Annotated[str, Field(max_length=64)] = ""
     modalities: _Names = ()
     patches: _Names = ()
+    mm_routing: MmRouting = "exact"
+    mm_hash_support: Annotated[str, Field(max_length=256)] | None = None
+
+
+#: What has to be equal on the cards of one model's workers.
+_AGREED: Final = (
+    "backend_framework",
+    "mm_hash_mode",
+    "mm_hash_hex_chars",
+    "mm_routing",
+    "modalities",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Workers of one model say different things that have to be equal.
+
+    Attributes:
+        what: the field of the card.
+        values: who says what.
+    """
+
+    what: str
+    values: Mapping[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        said = "; ".join(f"{', '.join(who)} says {value}" for value, who in self.values.items())
+        return f"workers of one model disagree on {self.what}: {said}"
+
+
+def disagreements(cards: Mapping[str, WorkerCard]) -> list[Disagreement]:
+    """What workers of one model have to agree on for routing to be exact, and do not.
+
+    A frontend hashes a request once, for all of them: whoever hashes otherwise never has a hit,
+    and nothing looks broken. So nothing is averaged or put to the vote.
+
+    Args:
+        cards: by worker.
+    """
+    result = []
+    for what in _AGREED:
+        values: dict[str, tuple[str, ...]] = {}
+        for worker, card in cards.items():
+            # A plain Dynamo worker does not say what it takes.
+            if what == "modalities" and not card.is_ours:
+                continue
+            value = getattr(card, what)
+            text = "+".join(value) or "none" if isinstance(value, tuple) else str(value)
+            values[text] = (*values.get(text, ()), worker)
+        if len(values) > 1:
+            result.append(Disagreement(what, values))
+    return result
 
 
 def host_identity() -> str:

@@ -7,16 +7,31 @@ or a per-block object beside the model's own image token (`HashMode.BLOCK_MM_INF
 
 from __future__ import annotations
 
+import hashlib
 import re
+import struct
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dynamo_worker_ext.errors import StartupError
+from dynamo_worker_ext.model_tokens import RoutingTokens, resolve_routing_tokens
 
 if TYPE_CHECKING:
     from dynamo_worker_ext.card import WorkerCard
     from dynamo_worker_ext.wire import Placeholder
+
+__all__ = [
+    "HashMode",
+    "RoutingTokens",
+    "block_mm_infos",
+    "is_mm_hash",
+    "pad_value",
+    "resolve_routing_tokens",
+    "routing_hash",
+    "routing_tokens",
+    "wide_pad_values",
+]
 
 _MM_HASH = re.compile(r"(?:[0-9a-f]{16}|[0-9a-f]{64})\Z")
 
@@ -24,6 +39,8 @@ _MM_HASH = re.compile(r"(?:[0-9a-f]{16}|[0-9a-f]{64})\Z")
 #: 30-bit scheme up to 0.5.21.
 _PAD_BASE: Final = 1_000_000
 _PAD_MASK: Final = (1 << 30) - 1
+_WIDE_PAD_TAG: Final = b"sglang-mm-wide-pad-v1"
+_WIDE_PAD_MASK: Final = (1 << 62) - 1
 
 
 class HashMode(StrEnum):
@@ -67,6 +84,21 @@ def pad_value(mm_hash: str) -> int:
     return _PAD_BASE + (routing_hash(mm_hash) & _PAD_MASK)
 
 
+def wide_pad_values(mm_hash: str) -> tuple[int, int, int, int]:
+    """The numbers that stand for an item in SGLang's own tokens from 0.5.23 on, in turn.
+
+    Source: SGLang 0.5.23 ``srt/managers/schedule_batch.py``. No router's token can hold them.
+    """
+    digest = hashlib.sha256(_WIDE_PAD_TAG + routing_hash(mm_hash).to_bytes(8, "big")).digest()
+    a, b, c, d = struct.unpack(">4Q", digest)
+    return (
+        _PAD_BASE + (a & _WIDE_PAD_MASK),
+        _PAD_BASE + (b & _WIDE_PAD_MASK),
+        _PAD_BASE + (c & _WIDE_PAD_MASK),
+        _PAD_BASE + (d & _WIDE_PAD_MASK),
+    )
+
+
 def routing_tokens(token_ids: Sequence[int], media: Sequence[tuple[str, Placeholder]]) -> list[int]:
     """The expanded prompt as a router hashes it in `HashMode.PAD_VALUE`.
 
@@ -84,3 +116,35 @@ def routing_tokens(token_ids: Sequence[int], media: Sequence[tuple[str, Placehol
                 if embed:
                     tokens[i] = pad
     return tokens
+
+
+def block_mm_infos(
+    length: int, media: Sequence[tuple[str, Placeholder]], block_size: int
+) -> list[dict[str, Any] | None] | None:
+    """What a router hashes beside the expanded prompt in `HashMode.BLOCK_MM_INFOS`.
+
+    Args:
+        length: of the expanded prompt.
+        media: (mm_hash, placeholder) of each item.
+        block_size: tokens of a block.
+
+    Returns:
+        For each block, the incomplete last one included, the items whose placeholder overlaps it,
+        by their order, with offsets [first, one past the last] within the block; None for a block
+        without media. None altogether for a prompt without media. A block that begins where an
+        item ends does not overlap it; a mask makes no difference, as it makes none for vLLM.
+    """
+    if not media:
+        return None
+    infos: list[dict[str, Any] | None] = []
+    for start in range(0, length, block_size):
+        objects = [
+            {
+                "mm_hash": routing_hash(mm_hash),
+                "offsets": [[max(where.offset - start, 0), min(where.end - start, block_size)]],
+            }
+            for mm_hash, where in media
+            if where.offset < start + block_size and where.end > start
+        ]
+        infos.append({"mm_objects": objects} if objects else None)
+    return infos

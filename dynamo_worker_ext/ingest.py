@@ -12,6 +12,9 @@ This is the table of the design, in one place for every engine:
 | no                | otherwise        | -      | yes       | `RAW`         |
 | no                | -                | -      | no        | `TEXT`        |
 
+A decode worker looks at none of it: prefill has seen to the media, which makes `CONTINUED`, or
+`LOST` where what it left cannot be had.
+
 Malformed metadata counts as a failed read. `LOST` is an error that a frontend may retry on another
 worker; there is never an answer without the media. More items than the engine's limit are refused
 on every way in.
@@ -52,6 +55,7 @@ class Outcome(StrEnum):
     LOST = "lost"
     RAW = "raw"
     TEXT = "text"
+    CONTINUED = "continued"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,24 @@ class EngineMedia(Protocol):
     def limits(self) -> Mapping[Modality, int]:
         """Most items of each modality in one request; a modality it cannot take has 0."""
 
-    def holds(self, mm_hash: str) -> bool:
-        """Whether the engine can do without the payload of this item now. Changes nothing."""
+    @property
+    def mixes_raw_and_held(self) -> bool:
+        """Whether one request may have some raw items and some that the engine holds."""
+
+    def holds(self, mm_hash: str, scope: str = "") -> bool:
+        """Whether the engine can do without the payload of this item now. Changes nothing.
+
+        Args:
+            mm_hash: the item's identity.
+            scope: of the request, for an engine whose cache is kept apart by it.
+        """
+
+    def check(self, transfer: Transfer) -> None:
+        """Refuse an expanded prompt that the engine would read in another way than its sender.
+
+        Raises:
+            InvalidTransferError: it would.
+        """
 
     def convert(self, item: MediaItem, payload: KwargsItem) -> Any:
         """Turn a received item into the engine's own form, after checking that it fits.
@@ -131,13 +151,19 @@ class Ingest:
         self._warn = WarnOnceAMinute(log)
 
     async def resolve(
-        self, request: MediaRequest, *, cache_scope: str | None = None, fresh: bool = False
+        self,
+        request: MediaRequest,
+        *,
+        cache_scope: str | None = None,
+        engine_scope: str = "",
+        fresh: bool = False,
     ) -> Resolution:
         """Decide and fetch.
 
         Args:
             request: the media side of one request.
             cache_scope: the client's scope, for loaders that keep caches apart by it.
+            engine_scope: passed on to `EngineMedia.holds`.
             fresh: fetch everything, whatever the engine seems to hold; for a request that is
                 resent because it turned out not to.
 
@@ -152,7 +178,7 @@ class Ingest:
             self._metrics.failures.labels(_NO_TRANSPORT, failure.reason).inc()
         if request.transfer is not None:
             try:
-                return await self._receive(request.transfer, fresh)
+                return await self._receive(request.transfer, engine_scope, fresh)
             except TransferError as error:
                 failure = error
         if failure is not None:
@@ -169,11 +195,11 @@ class Ingest:
                     "request carries no raw media, so it cannot be answered by this worker",
                     reason=failure.reason,
                 ) from failure
-            raw, _ = await self._load(request, cache_scope, reuse=False)
+            raw, _ = await self._load(request, cache_scope, engine_scope, reuse=False)
             return Resolution(Outcome.REPROCESSED, raw=raw, reason=failure.reason)
         if not request.raw:
             return Resolution(Outcome.TEXT)
-        raw, held_all = await self._load(request, cache_scope, reuse=not fresh)
+        raw, held_all = await self._load(request, cache_scope, engine_scope, reuse=not fresh)
         return Resolution(Outcome.HIT if held_all else Outcome.RAW, raw=raw)
 
     def _check_limits(self, request: MediaRequest) -> None:
@@ -185,11 +211,16 @@ class Ingest:
                     f"{limit} (--limit-mm-per-prompt)"
                 )
 
-    async def _receive(self, transfer: Transfer, fresh: bool) -> Resolution:
+    async def _receive(self, transfer: Transfer, scope: str, fresh: bool) -> Resolution:
+        try:
+            self._engine.check(transfer)
+        except InvalidTransferError as misread:
+            self._metrics.failures.labels(_NO_TRANSPORT, misread.reason).inc()
+            raise
         missing = [
             i
             for i, item in enumerate(transfer.items)
-            if fresh or not self._engine.holds(item.mm_hash)
+            if fresh or not self._engine.holds(item.mm_hash, scope)
         ]
         if not missing:
             return Resolution(Outcome.HIT, payloads=(None,) * len(transfer.items))
@@ -232,16 +263,23 @@ class Ingest:
         return tuple(payloads)
 
     async def _load(
-        self, request: MediaRequest, cache_scope: str | None, *, reuse: bool
+        self, request: MediaRequest, cache_scope: str | None, scope: str, *, reuse: bool
     ) -> tuple[dict[Modality, list[Any]], bool]:
         """Load what the engine does not hold; say whether that was nothing at all."""
         result: dict[Modality, list[Any]] = {}
-        held_all = True
+        held = {
+            modality: self._held(request, modality, len(items), scope)
+            if reuse
+            else [False] * len(items)
+            for modality, items in request.raw.items()
+        }
+        held_all = all(all(flags) for flags in held.values())
+        if not held_all and not self._engine.mixes_raw_and_held:
+            held = {modality: [False] * len(flags) for modality, flags in held.items()}
         with self._metrics.stage("load"):
             for modality, items in request.raw.items():
-                held = self._held(request, modality, len(items)) if reuse else [False] * len(items)
-                wanted = [item for item, skip in zip(items, held, strict=True) if not skip]
-                held_all &= not wanted
+                skipped = held[modality]
+                wanted = [item for item, skip in zip(items, skipped, strict=True) if not skip]
                 loaded = iter(
                     await self._source.load(
                         modality,
@@ -252,12 +290,14 @@ class Ingest:
                     if wanted
                     else ()
                 )
-                result[modality] = [None if skip else next(loaded) for skip in held]
+                result[modality] = [None if skip else next(loaded) for skip in skipped]
         return result, held_all
 
-    def _held(self, request: MediaRequest, modality: Modality, count: int) -> list[bool]:
+    def _held(
+        self, request: MediaRequest, modality: Modality, count: int, scope: str
+    ) -> list[bool]:
         # With processor or decoding options the engine derives another identity from the hash.
         ids = request.identities(modality)
         if ids is None or request.mm_processor_kwargs or request.media_io_kwargs:
             return [False] * count
-        return [mm_hash is not None and self._engine.holds(mm_hash) for mm_hash in ids]
+        return [mm_hash is not None and self._engine.holds(mm_hash, scope) for mm_hash in ids]

@@ -9,17 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 PREFIX: Final = "dynamo_worker_ext_"
 
-#: Stages of a request's way, in order: ``send`` in the frontend, the others in the worker.
+#: Stages of a request's way, in order: ``send`` in the frontend and in an encode worker, ``encode``
+#: in an encode worker, the others in the worker.
 #: ``prepare`` is the whole of the worker's part, from the request to the engine's input.
-STAGES: Final = ("send", "parse", "receive", "decode", "load", "process", "inject", "prepare")
+STAGES: Final = (
+    *("send", "parse", "receive", "decode", "load"),
+    *("process", "inject", "encode", "prepare"),
+)
 
 _SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
@@ -36,6 +40,9 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
 
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(PREFIX + name, text, labels, registry=self.registry)
+
         self.requests = counter(
             "requests", "Requests by what became of their media.", "outcome", "transport"
         )
@@ -46,6 +53,9 @@ class Metrics:
         self.sent_bytes = counter("mm_sent_bytes", "Payload bytes offered.", "transport")
         self.failures = counter(
             "mm_transfer_failures", "Transfers that failed, by reason.", "transport", "reason"
+        )
+        self.handoff_failures = counter(
+            "handoff_failures", "Prompts of prefill that decode could not go on from.", "reason"
         )
         self.resends = counter(
             "mm_resends", "Requests resent once after the engine had evicted an item."
@@ -62,29 +72,52 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.in_flight = Gauge(
-            PREFIX + "requests_in_flight",
-            "Requests now being served.",
-            registry=self.registry,
+        self.in_flight = gauge("requests_in_flight", "Requests now being served.")
+        self.engine_patch = gauge(
+            "engine_patch",
+            "1, for the state of each patch that the engine's version has.",
+            "patch",
+            "state",
         )
-        self.info = Gauge(
-            PREFIX + "worker_info",
+        self.info = gauge(
+            "worker_info",
             "1, with what the worker's card says.",
-            ["backend_framework", "engine_version", "package_version", "mm_hash_mode"],
-            registry=self.registry,
+            "backend_framework",
+            "engine_version",
+            "package_version",
+            "mm_hash_mode",
+        )
+        self.cache_bytes = gauge(
+            "mm_cache_bytes",
+            "Memory of processed media or embeddings that this worker keeps itself.",
+        )
+        self.mm_hash_support = gauge(
+            "mm_hash_support",
+            "1, with what the engine does with the media hashes of a frontend.",
+            "support",
         )
         self._stages = {stage: self.seconds.labels(stage) for stage in STAGES}
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Measure one of `STAGES`, also when it ends in an error."""
-        mark = _nvtx_push(f"dynamo_worker_ext:{name}")
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._stages[name].observe(time.perf_counter() - start)
-            _nvtx_pop(mark)
+        return _Stage(name, self._stages[name])
+
+
+class _Stage:
+    """One run of a stage. Half as much work as a generator with `contextmanager`."""
+
+    __slots__ = ("_mark", "_name", "_seconds", "_start")
+
+    def __init__(self, name: str, seconds: Histogram) -> None:
+        self._name, self._seconds = name, seconds
+
+    def __enter__(self) -> None:
+        self._mark = _nvtx_push(self._name)
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds.observe(time.perf_counter() - self._start)
+        _nvtx_pop(self._mark)
 
 
 class WarnOnceAMinute:
@@ -129,7 +162,7 @@ _NVTX = _load_nvtx()
 
 def _nvtx_push(name: str) -> Any:
     # start/end ranges, not push/pop: stages of concurrent requests interleave on one thread.
-    return _NVTX.start_range(name) if _NVTX is not None else None
+    return _NVTX.start_range(f"dynamo_worker_ext:{name}") if _NVTX is not None else None
 
 
 def _nvtx_pop(mark: Any) -> None:

@@ -20,7 +20,7 @@ from dynamo.runtime import DistributedRuntime
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynamo_worker_ext import transfer, wire
-from dynamo_worker_ext.card import WorkerCard, host_identity
+from dynamo_worker_ext.card import WorkerCard, disagreements, host_identity
 from dynamo_worker_ext.errors import StartupError, TransferError
 from dynamo_worker_ext.frontend.plan import plan
 from dynamo_worker_ext.metrics import WarnOnceAMinute
@@ -48,11 +48,13 @@ class Cards:
     def of(self, worker_id: object = None) -> list[WorkerCard]:
         """The card of one worker if it is known, else those of all."""
         found = self._watch.get_model_cards()
-        for worker in self._seen.keys() - found.keys():
-            del self._seen[worker]
-        for worker, raw in found.items():
-            if worker not in self._seen:
-                self._seen[worker] = self._read(worker, raw)
+        if self._seen.keys() != found.keys():
+            self._seen = {
+                worker: self._seen.get(worker) or self._read(worker, raw)
+                for worker, raw in found.items()
+            }
+            for one in disagreements(self._seen):
+                log.warning("%s; media is not routed exactly", one)
         chosen = self._seen.get(str(worker_id))
         return list(self._seen.values()) if chosen is None else [chosen]
 

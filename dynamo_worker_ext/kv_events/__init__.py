@@ -32,7 +32,9 @@ from dynamo_worker_ext.kv_events.normalize import (
     RemovedBlocks,
     RouterEvent,
     StoredBlocks,
+    WidePads,
 )
+from dynamo_worker_ext.kv_events.observe import published_tokens
 from dynamo_worker_ext.kv_events.pump import EventPublisher, KvEventPump
 
 __all__ = [
@@ -51,7 +53,9 @@ __all__ = [
     "RemovedBlocks",
     "RouterEvent",
     "StoredBlocks",
+    "WidePads",
     "decode_batch",
     "engine_endpoint",
     "private_endpoint",
+    "published_tokens",
 ]

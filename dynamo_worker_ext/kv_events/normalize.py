@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from dynamo_worker_ext.hashing import HashMode, is_mm_hash, pad_value, routing_hash
+from dynamo_worker_ext.hashing import HashMode, is_mm_hash, pad_value, routing_hash, wide_pad_values
 from dynamo_worker_ext.kv_events.frames import (
     AllBlocksCleared,
     BlockHash,
@@ -111,6 +111,37 @@ class _Item(NamedTuple):
     offset: int  # of its placeholder, relative to the block
 
 
+class WidePads:
+    """Which item each of SGLang's wide pads stands for, for the items that were given to it.
+
+    Remembers the last `CAPACITY` items. Safe to teach on one thread and to ask on another.
+    """
+
+    CAPACITY: Final = 65_536
+
+    def __init__(self) -> None:
+        self._pads: dict[int, int] = {}
+        self._items: OrderedDict[str, None] = OrderedDict()
+
+    def learn(self, mm_hash: str) -> None:
+        """From now on know the pads of `mm_hash`."""
+        key = mm_hash[:16]
+        if key in self._items:
+            self._items.move_to_end(key)
+            return
+        self._items[key] = None
+        self._pads.update(dict.fromkeys(wide_pad_values(key), pad_value(key)))
+        if len(self._items) > self.CAPACITY:
+            oldest, _ = self._items.popitem(last=False)
+            for wide in wide_pad_values(oldest):
+                self._pads.pop(wide, None)
+
+    def routing(self, tokens: list[int]) -> list[int]:
+        """`tokens` with the pads that a router knows in the place of those known here."""
+        known = self._pads
+        return [known.get(token, token) if token >= _TOKEN_LIMIT else token for token in tokens]
+
+
 class Normalizer:
     """Turns one engine's events into the router's, in one `HashMode`.
 
@@ -121,9 +152,20 @@ class Normalizer:
         mode: what the worker's card says.
         media_token_ids: the model's placeholder tokens for images, video and audio.
         block_size: tokens of a block, as registered with the router.
+        wide_pads: for an engine that writes pads which no router's token can hold.
+        context_tokens: longest sequence of the engine; windows that long leave nothing out.
     """
 
-    def __init__(self, mode: HashMode, media_token_ids: frozenset[int], block_size: int) -> None:
+    def __init__(
+        self,
+        mode: HashMode,
+        media_token_ids: frozenset[int],
+        block_size: int,
+        wide_pads: WidePads | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
+        self._wide_pads = wide_pads
+        self._context_tokens = context_tokens
         self.mode = mode
         self.media_token_ids = media_token_ids
         self.block_size = block_size
@@ -181,6 +223,9 @@ class Normalizer:
         kind = None
         if isinstance(event, BlockStored):
             kind = event.kv_cache_spec_kind
+            window, context = event.kv_cache_spec_sliding_window, self._context_tokens
+            if kind == "sliding_window" and window and context and window >= context:
+                kind = _MAIN_KINDS[0]
             if kind is not None and event.group_idx is not None:
                 self._group_kinds[event.group_idx] = kind
         if kind is None and event.group_idx is not None:
@@ -213,7 +258,10 @@ class Normalizer:
             return "tokens"
         if event.extra_keys is not None and len(event.extra_keys) != len(hashes):
             return "extra_keys"
-        if not 0 <= min(event.token_ids) <= max(event.token_ids) < _TOKEN_LIMIT:
+        tokens = list(event.token_ids)
+        if self._wide_pads is not None:
+            tokens = self._wide_pads.routing(tokens)
+        if not 0 <= min(tokens) <= max(tokens) < _TOKEN_LIMIT:
             return "token_range"
         if len({*hashes, parent}) != len(hashes) + 1:
             return "loop"
@@ -222,7 +270,6 @@ class Normalizer:
 
         lora_name = event.lora_name if isinstance(event.lora_name, str) else None
         salt = _salt(event, lora_name) if parent is None else self._salts.get(parent)
-        tokens = list(event.token_ids)
         infos: list[dict[str, Any] | None] = [None] * len(hashes)
         for block, keys in enumerate(event.extra_keys or ()):
             if not keys:

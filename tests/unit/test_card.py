@@ -6,11 +6,12 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynamo_worker_ext import card as card_module
-from dynamo_worker_ext.card import EXT_KEY, WorkerCard, host_identity
+from dynamo_worker_ext.card import EXT_KEY, WorkerCard, disagreements, host_identity
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.hashing import HashMode
 
@@ -146,3 +147,33 @@ def test_the_host_identity_is_empty_where_there_is_no_shared_memory(
 ) -> None:
     monkeypatch.setattr(card_module, "_SHM", tmp_path / "nowhere")
     assert host_identity() == ""
+
+
+def test_workers_that_agree_have_no_disagreements() -> None:
+    card = WorkerCard("vllm", package_version="0", modalities=("image",))
+    assert disagreements({"a": card, "b": replace(card, engine_version="1")}) == []
+    assert disagreements({"a": card}) == disagreements({}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mm_hash_mode": HashMode.BLOCK_MM_INFOS},
+         "mm_hash_mode: a, c says pad_value; b says block_mm_infos"),
+        ({"mm_hash_hex_chars": 64}, "mm_hash_hex_chars: a, c says 16; b says 64"),
+        ({"backend_framework": "sglang"}, "backend_framework: a, c says vllm; b says sglang"),
+        ({"mm_routing": "text_prefix"}, "mm_routing: a, c says exact; b says text_prefix"),
+        ({"modalities": ()}, "modalities: a, c says image; b says none"),
+    ],
+)  # fmt: skip
+def test_a_disagreement_names_every_worker_and_what_it_says(
+    changes: dict[str, Any], says: str
+) -> None:
+    card = WorkerCard("vllm", package_version="0", modalities=("image",))
+    (found,) = disagreements({"a": card, "b": replace(card, **changes), "c": card})
+    assert str(found) == f"workers of one model disagree on {says}"
+
+
+def test_a_plain_worker_does_not_say_what_it_takes() -> None:
+    card = WorkerCard("vllm", package_version="0", modalities=("image",))
+    assert disagreements({"a": card, "b": WorkerCard("vllm")}) == []

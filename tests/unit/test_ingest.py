@@ -33,8 +33,15 @@ class Engine:
         self.held = set(held)
         self.refuse = False
 
-    def holds(self, mm_hash: str) -> bool:
+    mixes_raw_and_held = True
+    misread = False
+
+    def holds(self, mm_hash: str, scope: str = "") -> bool:
         return mm_hash in self.held
+
+    def check(self, transfer: Any) -> None:
+        if self.misread:
+            raise InvalidTransferError("two images meet", reason="invalid_placeholder")
 
     def convert(self, item: wire.MediaItem, payload: KwargsItem) -> Any:
         if self.refuse:
@@ -165,6 +172,18 @@ async def test_malformed_metadata_is_reprocessed_or_lost() -> None:
     with pytest.raises(MediaLostError):
         await house.ingest.resolve(wire.MediaRequest([1], transfer_error=BROKEN))
     assert house.failures("invalid_hash", "none") == 2
+
+
+async def test_a_prompt_that_the_engine_would_misread_is_reprocessed_or_lost() -> None:
+    house = House()
+    house.engine.misread = True
+    transfer = house.transfer(A)
+    result = await house.ingest.resolve(wire.MediaRequest([1], transfer=transfer, raw=RAW))
+    assert (result.outcome, result.reason) == (Outcome.REPROCESSED, "invalid_placeholder")
+    with pytest.raises(MediaLostError):
+        await house.ingest.resolve(wire.MediaRequest([1], transfer=transfer))
+    assert house.failures("invalid_placeholder", "none") == 2
+    assert house.segments.read == []
 
 
 async def test_raw_media_alone_is_raw() -> None:

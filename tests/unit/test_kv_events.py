@@ -287,6 +287,24 @@ def test_blocks_of_the_main_attention_on_the_device_count(
     assert router.overlap(Prompt().text(32)) == 2
 
 
+@pytest.mark.parametrize(
+    ("window", "counts"), [(4096, True), (8192, True), (4095, False), (0, False)]
+)
+def test_a_window_as_long_as_the_context_leaves_nothing_out(window: int, counts: bool) -> None:
+    """Phi-3-vision has one: its only group is of that kind."""
+    (event,) = stored_events(Prompt().text(32), 16)
+    event = msgspec.structs.replace(
+        event,
+        group_idx=0,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=window,
+    )
+    normalizer = Normalizer(HashMode.PAD_VALUE, MEDIA, 16, context_tokens=4096)
+    assert bool(normalizer.normalize(event)) is counts
+    removed = normalizer.normalize(BlockRemoved(event.block_hashes, group_idx=0))
+    assert bool(removed) is counts
+
+
 def test_removals_of_another_group_leave_the_main_one() -> None:
     """vLLM's hybrid models store different blocks under the same hashes, by group."""
     router = Router(16)

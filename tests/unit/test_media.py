@@ -98,23 +98,38 @@ async def test_video_options_of_another_form_are_refused(loader: MediaLoader) ->
 
 
 def test_the_cache_is_bounded_in_bytes_and_forgets_the_oldest() -> None:
-    cache = ContentCache(3 * 8 * 8 * 3)
-    for key in (b"a", b"b", b"c"):
-        cache.put(key, picture())
-    assert cache.get(b"a") is not None
-    cache.put(b"d", picture())
-    assert cache.get(b"b") is None
-    assert cache.get(b"a") is not None
-    assert cache.statistics().bytes == 3 * 8 * 8 * 3
+    cache = ContentCache(3 * (8 * 8 * 3 + 1))
+    for uri in "abc":
+        cache.put(uri, picture())
+    assert cache.get("a") is not None
+    cache.put("d", picture())
+    assert cache.get("b") is None
+    assert cache.get("a") is not None
+    assert cache.statistics().bytes == 3 * (8 * 8 * 3 + 1)
+
+
+def test_pictures_whose_uris_differ_in_one_character_are_two() -> None:
+    """Also in one that entries are not found by; the later of them is kept."""
+    cache = ContentCache(1 << 20)
+    base = "data:image/png;base64," + "A" * 100_000
+    first, second = picture(), picture()
+    cache.put(base, first)
+    other = base[:50_001] + "B" + base[50_002:]
+    assert cache.get(other) is None
+    assert cache.get(base) is first
+    cache.put(other, second)
+    assert cache.get(other) is second
+    assert cache.get(base) in (first, None)
+    assert cache.statistics().bytes == cache.statistics().entries * (8 * 8 * 3 + len(base))
 
 
 def test_a_picture_larger_than_the_cache_is_not_kept() -> None:
     cache = ContentCache(100)
-    cache.put(b"a", picture(side=64))
+    cache.put("a", picture(side=64))
     assert cache.statistics().entries == 0
 
 
 def test_a_cache_of_nothing_keeps_nothing() -> None:
     cache = ContentCache(0)
-    cache.put(b"a", picture())
-    assert cache.get(b"a") is None
+    cache.put("a", picture())
+    assert cache.get("a") is None

@@ -16,10 +16,10 @@ import pytest
 from dynamo.llm import exceptions as dynamo_errors
 
 from dynamo_worker_ext import transfer
-from dynamo_worker_ext import worker as worker_module
 from dynamo_worker_ext.errors import (
     EngineDeadError,
     EngineError,
+    HandoffError,
     MediaLoadError,
     MediaLostError,
     RequestError,
@@ -34,6 +34,7 @@ from dynamo_worker_ext.worker import (
     to_dynamo_error,
     worker_options,
 )
+from dynamo_worker_ext.worker import base as worker_module
 from tests.stack import free_port
 
 
@@ -65,6 +66,10 @@ class ScriptedWorker(Worker):
         self.stopped = 0
         self.release = asyncio.Event()
         self.error: Exception | None = None
+        self.kv = False
+
+    def holds_kv(self) -> bool:
+        return self.kv
 
     async def _start(self, worker_id: int) -> Any:
         raise StartupError("cannot")
@@ -193,6 +198,19 @@ def test_a_status_of_its_own_survives_on_both_frontends() -> None:
     assert plain.code == 415
 
 
+@pytest.mark.parametrize("reason", ["missing", "invalid"])
+def test_a_handoff_that_is_of_no_use_anywhere_does_not_cost_the_worker_its_place(
+    reason: str,
+) -> None:
+    error = HandoffError("nothing was handed over", reason=reason)
+    plain = to_dynamo_error(error, chat_processor=False)
+    assert isinstance(plain, dynamo_errors.HttpError)
+    assert plain.code == 503
+    assert '"code": 503' in str(to_dynamo_error(error, chat_processor=True))
+    retried = to_dynamo_error(HandoffError("it broke", reason="kv"), chat_processor=False)
+    assert isinstance(retried, dynamo_errors.CannotConnect)
+
+
 async def test_a_refused_request_is_counted_and_raised_as_dynamos() -> None:
     worker = ScriptedWorker()
     worker.error = RequestError("no")
@@ -238,6 +256,36 @@ async def test_the_drain_ends_at_its_timeout() -> None:
     assert time.monotonic() - start < 5
     assert worker.stopped == 1
     request.cancel()
+
+
+async def test_kv_that_decode_is_to_take_is_waited_for() -> None:
+    worker = ScriptedWorker()
+    assert await worker.is_quiescent()
+    worker.kv = True
+    assert not await worker.is_quiescent()
+    cleanup = asyncio.create_task(worker.cleanup())
+    await asyncio.sleep(0.1)
+    assert worker.stopped == 0
+    worker.kv = False
+    await asyncio.wait_for(cleanup, 5)
+    assert worker.stopped == 1
+
+
+async def test_a_worker_with_requests_in_flight_is_not_quiescent() -> None:
+    worker = ScriptedWorker()
+    request = asyncio.create_task(collect(worker))
+    await asyncio.sleep(0)
+    assert not await worker.is_quiescent()
+    worker.release.set()
+    await request
+    assert await worker.is_quiescent()
+
+
+async def test_kv_that_nobody_takes_is_given_up_in_time() -> None:
+    worker = ScriptedWorker(drain=0.2)
+    worker.kv = True
+    await asyncio.wait_for(worker.cleanup(), 5)
+    assert worker.stopped == 1
 
 
 async def test_a_dead_engine_never_holds_up_the_drain() -> None:

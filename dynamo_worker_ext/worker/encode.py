@@ -1,0 +1,318 @@
+"""The encode worker: images in, a handle to their embeddings out. The same for both engines.
+
+The prefill or aggregated worker that comes next gets the handle as ``encoder_result``
+(`dynamo_worker_ext.wire.encoded`) and reads the embeddings over a transport of ours. What this
+worker does not encode it passes on: a handle without items has the next worker process the raw
+media itself, which its request still carries. Lives in the worker process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from typing import Any, Final, Protocol, TypeVar
+
+from dynamo.common.backend.engine import EngineConfig, LlmRegistration
+from dynamo.common.backend.health_check import build_health_check_payload, is_probe
+from dynamo.common.backend.multimodal import encoder_terminal_chunk
+from dynamo.common.backend.worker import WorkerConfig
+
+from dynamo_worker_ext import __version__, transfer, wire
+from dynamo_worker_ext.card import BackendFramework, WorkerCard, host_identity
+from dynamo_worker_ext.errors import (
+    LimitExceededError,
+    MediaLoadError,
+    StartupError,
+    TransferError,
+    TransportUnavailableError,
+)
+from dynamo_worker_ext.hashing import HashMode
+from dynamo_worker_ext.media import MediaLoader
+from dynamo_worker_ext.transfer import MmKwargsSender, codec
+from dynamo_worker_ext.worker.base import Worker
+from dynamo_worker_ext.worker.batch import Batcher
+from dynamo_worker_ext.worker.embeddings import Embedding, EmbeddingStore, Key
+from dynamo_worker_ext.worker.encoder import Encoder
+from dynamo_worker_ext.worker.images import (
+    ImageToEncode,
+    content_hash,
+    encoded_item,
+    images_of,
+    known_picture,
+    payload_of,
+)
+from dynamo_worker_ext.worker.options import WorkerOptions
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: Seconds that a worker which stops gives to whoever has just got a handle from it.
+_LAST_READS_S: Final = 2.0
+
+_MB: Final = 1 << 20
+
+
+class EncodeConfig(Protocol):
+    """What an encode worker needs of an engine's parsed command line."""
+
+    @property
+    def options(self) -> WorkerOptions: ...
+
+    @property
+    def worker(self) -> WorkerConfig: ...
+
+    @property
+    def served_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def frontend_decoding(self) -> bool: ...
+
+
+class EncodeWorker(Worker):
+    """Serves the vision side of one engine; a subclass says of which.
+
+    Args:
+        config: the parsed command line.
+        encoder: the engine's vision tower, not started yet.
+        framework: what the card says.
+    """
+
+    def __init__(self, config: EncodeConfig, encoder: Encoder, framework: BackendFramework) -> None:
+        super().__init__(config.options)
+        self._config = config
+        self._encoder = encoder
+        self._framework: BackendFramework = framework
+        self._batcher = Batcher(encoder, self.metrics)
+        self._store: EmbeddingStore | None = None
+        self._making: dict[Key, asyncio.Task[Embedding]] = {}
+
+    @property
+    def engine_prefix(self) -> str:
+        return f"{self._framework}:"
+
+    # Start-up.
+
+    async def _start(self, worker_id: int) -> EngineConfig:
+        config, options = self._config, self.options
+        info = await self._encoder.start()
+        self.start_watchdog()
+        if not info.limits.get("image"):
+            raise StartupError("this model takes no images, so there is nothing to encode")
+        self._info = info
+        self._loader = MediaLoader(
+            frontend_decoding=config.frontend_decoding, cache_mb=options.media_cache_mb
+        )
+        self._store = EmbeddingStore(
+            await self._open_senders(),
+            options.embedding_cache_bytes,
+            options.embedding_lease_s,
+            self.metrics,
+        )
+        self._store.start()
+        mode = options.hash_mode or HashMode.PAD_VALUE
+        self.metrics.info.labels(self._framework, info.engine_version, __version__, mode.value).set(
+            1
+        )
+        card = WorkerCard(
+            backend_framework=self._framework,
+            package_version=__version__,
+            engine_version=info.engine_version,
+            mm_hash_mode=mode,
+            mm_hash_hex_chars=mode.hex_chars,
+            host_id=host_identity(),
+            modalities=tuple(info.limits),
+        )
+        log.info("this encode worker: %s; offers %s", card.describe(), self._store.transports)
+        return EngineConfig(
+            model=config.worker.model_name,
+            served_model_name=config.served_names[0],
+            model_aliases=list(config.served_names[1:]),
+            runtime_data={**card.to_runtime_data(), **info.engine_config},
+            llm=LlmRegistration(
+                context_length=info.context_length, kv_cache_block_size=info.block_size
+            ),
+        )
+
+    async def _open_senders(self) -> dict[str, MmKwargsSender[Any]]:
+        """Senders of the transports that were asked for.
+
+        Raises:
+            StartupError: one that was asked for by name cannot be had, or there is none.
+        """
+        names = list(self.options.transports)
+        senders: dict[str, MmKwargsSender[Any]] = {}
+        for name in names:
+            if name == "shm" and "arena" in senders and not self.options.all_transports:
+                continue  # for whom the arena reaches, which is the same host
+            try:
+                senders[name] = await asyncio.to_thread(
+                    transfer.open_sender, name, metrics=self.metrics, **self._room(name)
+                )
+            except TransportUnavailableError as error:
+                if self.options.all_transports:
+                    raise StartupError(f"--mm-transfer {name}: {error}") from error
+                log.warning("embeddings are not offered over %s: %s", name, error)
+        if not senders:
+            raise StartupError(
+                "an encode worker has to offer its embeddings over something; of --mm-transfer "
+                f"{','.join(names) or 'off'} nothing can be had here"
+            )
+        return senders
+
+    def _room(self, transport: str) -> dict[str, Any]:
+        """The memory of a sender: the cache, and what is leased besides."""
+        cache = self.options.embedding_cache_bytes
+        if transport == "arena":
+            # It is the store that ends offers.
+            return {"max_bytes": 2 * cache + 256 * _MB, "offer_s": float("inf")}
+        return {"arena_bytes": cache + 64 * _MB} if transport == "nixl" else {}
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        extras: dict[str, Any] = {"multi_modal_data": {"image_url": [{"Url": known_picture()}]}}
+        if self._info.probe_tokens:
+            extras["token_ids"] = list(self._info.probe_tokens)
+        payload: dict[str, Any] = build_health_check_payload(bos_token_id=1, extras=extras)
+        return payload
+
+    def engine_is_dead(self) -> bool:
+        return self._encoder.is_dead()
+
+    async def _stop(self) -> None:
+        if self._store is not None and not self.engine_is_dead():
+            # Handles that were given out a moment ago are being read now.
+            await asyncio.sleep(max(0.0, _LAST_READS_S - self._store.seconds_since_lease()))
+        making = list(self._making.values())
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
+        await self._batcher.close()
+        if self._store is not None:
+            await self._store.close()
+            self._store = None
+        await self._encoder.close()
+
+    # Requests.
+
+    async def _stream(
+        self, request: Mapping[str, Any], context: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        with self.metrics.stage("parse"):
+            media = wire.parse(request, max_item_bytes=self.options.max_item_bytes)
+        with self.metrics.stage("prepare"):
+            handle = await self._handle(request, media)
+        prompt = len(media.token_ids)
+        chunk: dict[str, Any] = encoder_terminal_chunk(
+            handle,
+            completion_usage={
+                "prompt_tokens": prompt,
+                "completion_tokens": 0,
+                "total_tokens": prompt,
+            },
+        )
+        yield chunk
+
+    async def _handle(self, request: Mapping[str, Any], media: wire.MediaRequest) -> dict[str, Any]:
+        """Encode what is not cached, and say where everything lies."""
+        for modality, limit in self._info.limits.items():
+            if (count := media.count(modality)) > limit:
+                raise LimitExceededError(
+                    f"the request carries {count} {modality} item(s); this worker takes at most "
+                    f"{limit} (--limit-mm-per-prompt)"
+                )
+        # Pre-processed media is read where it is used; other media than images is not encoded.
+        if list(media.raw) != ["image"] or media.transfer is not None:
+            return self._pass_on()
+        images = images_of(request, media)
+        if is_probe(request):
+            # Is to prove that the tower works, not that the cache does.
+            for image in images:
+                await self._batcher.encode(await self._load(image), image.processor_kwargs)
+            return wire.write_encoded([], [])
+        try:
+            found = await _all(self._embedding(image) for image in images)
+        except TransferError as error:
+            self._warn(error.reason, "embeddings cannot be offered: %s; passing on", error)
+            return self._pass_on()
+        store, items = self._ready_store(), [embedding for embedding, _ in found]
+        store.lease(items)
+        shared = [name for name in store.transports if all(name in item.refs for item in items)]
+        if not shared:  # no room over one here, over another there
+            return self._pass_on()
+        sources = [source for _, source in found]
+        outcome = "encoded" if "encoded" in sources else "hit"
+        self.metrics.requests.labels(outcome, shared[0]).inc()
+        for source in sources:
+            self.metrics.items.labels("image", source).inc()
+        modalities = [one.item.modality for one in items]
+        hashes = [one.item.mm_hash for one in items]
+        return wire.write_encoded(
+            [one.item for one in items],
+            [
+                wire.write_offer(
+                    name, modalities, hashes, {i: one.refs[name] for i, one in enumerate(items)}
+                )
+                for name in shared
+            ],
+        )
+
+    def _pass_on(self) -> dict[str, Any]:
+        self.metrics.requests.labels("passed_on", "none").inc()
+        return wire.write_encoded([], [])
+
+    async def _embedding(self, image: ImageToEncode) -> tuple[Embedding, str]:
+        """One embedding, and whether it was ``cached``, ``shared`` or had to be ``encoded``."""
+        pixels = None
+        if image.identity is None:
+            pixels = await self._load(image)
+            image.identity = await asyncio.to_thread(content_hash, pixels, image.options)
+        key = (image.scope, image.identity)
+        if (cached := self._ready_store().get(key)) is not None:
+            return cached, "cached"
+        source = "shared"
+        if (making := self._making.get(key)) is None:
+            source = "encoded"
+            making = asyncio.create_task(self._make(image, pixels, key))
+            self._making[key] = making
+            making.add_done_callback(lambda task: self._made(key, task))
+        # Whoever gives up does not take it from the others.
+        return await asyncio.shield(making), source
+
+    def _made(self, key: Key, task: asyncio.Task[Embedding]) -> None:
+        self._making.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # is somebody's only if somebody still waits
+
+    async def _make(self, image: ImageToEncode, pixels: Any, key: Key) -> Embedding:
+        if pixels is None:
+            pixels = await self._load(image)
+        encoded = await self._batcher.encode(pixels, image.processor_kwargs)
+        pieces = codec.encode(payload_of(encoded))
+        return await self._ready_store().put(key, encoded_item(encoded, key[1]), pieces)
+
+    async def _load(self, image: ImageToEncode) -> Any:
+        with self.metrics.stage("load"):
+            (pixels,) = await self._loader.load(
+                "image",
+                [image.raw],
+                io_kwargs=image.io_kwargs,
+                cache_scope=image.cache_scope,
+            )
+        if not hasattr(pixels, "convert"):
+            raise MediaLoadError(f"an image was expected, got {type(pixels).__name__}")
+        return pixels
+
+    def _ready_store(self) -> EmbeddingStore:
+        if self._store is None:
+            raise TransportUnavailableError("the worker is shutting down")
+        return self._store
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """What all of them return, after all are done; the first error where there is one."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in found if not isinstance(one, BaseException)]

@@ -1,0 +1,105 @@
+"""What an engine gives to an encode worker: its vision tower, behind one small contract.
+
+`EncodeWorker` owns everything else: requests, media, identities, batching, the embedding cache,
+transports and leases. Lives in the worker process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from dynamo_worker_ext.wire import Modality
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+
+class Expansion(NamedTuple):
+    """What an item becomes in the prompt, as the model's own processor has it.
+
+    Attributes:
+        target: token ids that stand for one item before expansion; usually one.
+        runs: what replaces them, as (token id, count): ``((151655, 256),)``.
+    """
+
+    target: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+
+
+class Encoded(NamedTuple):
+    """One encoded item.
+
+    Attributes:
+        modality: its kind.
+        embeddings: [tokens, width], on the CPU, contiguous, in the model's own dtype. The width is
+            what the language model takes of an item, deep-stack layers included.
+        grid: [3], int64: time, height, width in patches; None for a model that has no grids.
+        expansion: what it becomes in the prompt.
+    """
+
+    modality: Modality
+    embeddings: torch.Tensor
+    grid: torch.Tensor | None
+    expansion: Expansion
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo:
+    """What is known of an encoder once it runs.
+
+    Attributes:
+        engine_version: for the card.
+        limits: most items of each modality in one request; only those that it can encode.
+        context_length: of the model, in tokens.
+        block_size: tokens of a KV block, as the workers that take its embeddings have it.
+        probe_tokens: a prompt that holds one image, before expansion; for the health check.
+        engine_config: more for the SDK's `EngineConfig.runtime_data`.
+    """
+
+    engine_version: str
+    limits: Mapping[Modality, int]
+    context_length: int
+    block_size: int
+    probe_tokens: Sequence[int] = ()
+    engine_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Encoder(Protocol):
+    """The vision side of one engine.
+
+    `encode` is called again only when the call before is over; what arrives meanwhile comes
+    together in the next.
+    """
+
+    async def start(self) -> EncoderInfo:
+        """Load the vision tower.
+
+        Raises:
+            StartupError: it cannot serve as it was started.
+        """
+
+    async def encode(
+        self, images: Sequence[Image], processor_kwargs: Mapping[str, Any] | None
+    ) -> list[Encoded]:
+        """Encode a batch; the results are in its order.
+
+        Must not block the event loop for longer than some milliseconds.
+
+        Args:
+            images: RGB pictures.
+            processor_kwargs: options for the model's processor, the same for all of them.
+
+        Raises:
+            RequestError: the model's processor refuses an image; the images of a batch that was
+                refused are then encoded one by one.
+            EngineError: the engine failed.
+        """
+
+    def is_dead(self) -> bool:
+        """Whether it has failed for good. Cheap; never raises."""
+
+    async def close(self) -> None:
+        """Stop, also after a `start` that failed half-way. A second call is a no-op."""

@@ -1,0 +1,292 @@
+"""The encode worker around an encoder that is a few lines of Python: what it encodes, what it
+passes on, what it shares, and what becomes of errors."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from dynamo.common.backend.health_check import HEALTH_CHECK_KEY
+from dynamo.llm import exceptions
+
+from dynamo_worker_ext.errors import EngineError, RequestError, StartupError
+from dynamo_worker_ext.metrics import Metrics
+from dynamo_worker_ext.transfer import MmKwargsSender
+from dynamo_worker_ext.transfer.fake import FakeSender, Fault
+from dynamo_worker_ext.worker import add_worker_arguments, worker_options
+from dynamo_worker_ext.worker.batch import Batcher
+from dynamo_worker_ext.worker.encode import EncodeWorker
+from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion
+from tests.pictures import data_uri, picture
+
+IMAGE = 5
+
+
+class SlowEncoder:
+    """Encodes when it is let go; refuses images of odd width."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.called = asyncio.Event()
+        self.batches: list[int] = []
+        self.error: Exception | None = None
+        self.closed = 0
+
+    async def start(self) -> EncoderInfo:
+        return EncoderInfo("1", {"image": 3}, 100, 16, (IMAGE,))
+
+    async def encode(
+        self, images: Sequence[Any], processor_kwargs: Mapping[str, Any] | None
+    ) -> list[Encoded]:
+        self.batches.append(len(images))
+        self.called.set()
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        if any(image.width % 2 for image in images):
+            raise RequestError("an odd width")
+        return [
+            Encoded(
+                "image",
+                torch.zeros(4, 8, dtype=torch.bfloat16),
+                torch.tensor([1, 4, 4]),
+                Expansion((IMAGE,), ((IMAGE, 4),)),
+            )
+            for _ in images
+        ]
+
+    def is_dead(self) -> bool:
+        return False
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class FakeArena(FakeSender):
+    """Writes references that an arena's metadata can say."""
+
+    async def _offer(self, payloads: Sequence[Sequence[Any]]) -> list[Any]:
+        from dynamo_worker_ext.wire import ArenaRef
+
+        refs = await super()._offer(payloads)
+        return [ArenaRef("dwe_fake", "0" * 16, 0, 0, 64, ref.size, 1) for ref in refs]
+
+    async def withdraw(self, refs: Sequence[Any]) -> None:
+        self.payloads.clear()
+
+
+class PlainWorker(EncodeWorker):
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> Any:
+        raise NotImplementedError
+
+
+class SmallWorker(PlainWorker):
+    sender: FakeArena
+
+    async def _open_senders(self) -> dict[str, MmKwargsSender[Any]]:
+        self.sender = FakeArena()
+        return {"arena": self.sender}
+
+
+class Context:
+    def id(self) -> str:
+        return "request"
+
+    def is_stopped(self) -> bool:
+        return False
+
+
+def config_of(*argv: str) -> Any:
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    return SimpleNamespace(
+        options=worker_options(parser.parse_args(argv)),
+        worker=SimpleNamespace(model_name="model"),
+        served_names=("model",),
+        frontend_decoding=False,
+    )
+
+
+@pytest_asyncio.fixture
+async def encoder() -> SlowEncoder:
+    return SlowEncoder()
+
+
+@pytest_asyncio.fixture
+async def worker(
+    encoder: SlowEncoder, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[SmallWorker]:
+    from dynamo_worker_ext.worker import encode
+
+    monkeypatch.setattr(encode, "_LAST_READS_S", 0.0)
+    worker = SmallWorker(config_of("--embedding-cache-mb", "1"), encoder, "vllm")
+    await worker.start(0)
+    yield worker
+    encoder.go.set()
+    await worker.cleanup()
+    assert encoder.closed == 1
+    assert worker.sender.closed
+
+
+def request(*uris: str, hashes: Sequence[str] | None = None, **fields: Any) -> dict[str, Any]:
+    hashes = [f"{i:016x}" for i, _ in enumerate(uris)] if hashes is None else list(hashes)
+    return {
+        "token_ids": [1, *[IMAGE] * len(uris)],
+        "multi_modal_data": {"image_url": [{"Url": uri} for uri in uris]},
+        "extra_args": {"mm_hashes": hashes},
+        **fields,
+    }
+
+
+async def handle(worker: EncodeWorker, body: Mapping[str, Any]) -> dict[str, Any]:
+    (chunk,) = [chunk async for chunk in worker.generate(body, Context())]
+    assert (chunk["token_ids"], chunk["finish_reason"]) == ([], "stop")
+    found: dict[str, Any] = chunk["encoder_result"]
+    return found
+
+
+def outcomes(worker: EncodeWorker) -> dict[str, float]:
+    (metric,) = worker.metrics.requests.collect()
+    return {
+        s.labels["outcome"]: s.value for s in metric.samples if s.name.endswith("requests_total")
+    }
+
+
+URI = data_uri(picture(1, 32))
+
+
+async def test_an_image_becomes_a_small_handle(worker: SmallWorker) -> None:
+    found = await handle(worker, request(URI))
+    (item,) = found["items"]
+    assert (item["shape"], item["dtype"], item["grid"]) == ([4, 8], "bfloat16", [1, 4, 4])
+    assert (item["target"], item["runs"]) == ([IMAGE], [[IMAGE, 4]])
+    assert list(found["mm_kwargs_arena"]["mm_hashes"]) == ["image"]
+    assert len(worker.sender.payloads) == 1
+    assert await handle(worker, request(URI)) == found
+    assert len(worker.sender.payloads) == 1
+    assert outcomes(worker) == {"encoded": 1, "hit": 1}
+
+
+@pytest.mark.parametrize(
+    "media",
+    [
+        None,
+        {"video_url": [{"Url": "data:video/mp4;base64,AAAA"}]},
+        {"image_url": [{"Url": URI}], "video_url": [{"Url": "data:video/mp4;base64,AAAA"}]},
+    ],
+)
+async def test_what_is_not_encoded_is_passed_on(
+    worker: SmallWorker, encoder: SlowEncoder, media: Any
+) -> None:
+    found = await handle(worker, request(multi_modal_data=media))
+    assert found == {"version": 1, "items": []}
+    assert outcomes(worker) == {"passed_on": 1}
+    assert not encoder.batches
+
+
+async def test_without_room_the_request_is_passed_on(worker: SmallWorker) -> None:
+    worker.sender.fault = Fault(reason="segment_full")
+    assert (await handle(worker, request(URI)))["items"] == []
+    assert outcomes(worker) == {"passed_on": 1}
+    worker.sender.fault = Fault()
+    assert len((await handle(worker, request(URI)))["items"]) == 1
+
+
+async def test_more_images_than_the_limit_are_refused(worker: SmallWorker) -> None:
+    with pytest.raises(exceptions.InvalidArgument, match="at most 3"):
+        await handle(worker, request(*[URI] * 4))
+
+
+async def test_who_gives_up_does_not_take_it_from_the_others(
+    worker: SmallWorker, encoder: SlowEncoder
+) -> None:
+    encoder.go.clear()
+    first = asyncio.create_task(handle(worker, request(URI)))
+    second = asyncio.create_task(handle(worker, request(URI)))
+    await asyncio.wait_for(encoder.called.wait(), 30)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    encoder.go.set()
+    assert len((await second)["items"]) == 1
+    assert encoder.batches == [1]
+
+
+async def test_the_engines_error_is_everybodys_and_nothing_is_kept(
+    worker: SmallWorker, encoder: SlowEncoder
+) -> None:
+    encoder.error = EngineError("broken")
+    for _ in range(2):
+        with pytest.raises(exceptions.StreamIncomplete, match="broken"):
+            await handle(worker, request(URI))
+    encoder.error = None
+    assert len((await handle(worker, request(URI)))["items"]) == 1
+
+
+async def test_an_image_that_is_refused_fails_alone(encoder: SlowEncoder) -> None:
+    batcher = Batcher(encoder, Metrics())
+    encoder.go.clear()
+    images = [picture(2, 32), picture(3, 33), picture(4, 32)]
+    waiting = [asyncio.create_task(batcher.encode(picture(1, 32), None))]
+    await asyncio.sleep(0)
+    waiting += [asyncio.create_task(batcher.encode(image, None)) for image in images]
+    await asyncio.sleep(0.01)
+    encoder.go.set()
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [isinstance(one, RequestError) for one in found] == [False, False, True, False]
+    assert encoder.batches == [1, 3, 1, 1, 1]
+
+
+async def test_options_of_the_processor_are_not_mixed_in_a_batch(encoder: SlowEncoder) -> None:
+    batcher = Batcher(encoder, Metrics())
+    image = picture(1, 32)
+    options: list[Any] = [None, None, {"a": 1}, {"a": 1}, None]
+    await asyncio.gather(*(batcher.encode(image, one) for one in options))
+    assert encoder.batches == [2, 2, 1]
+
+
+async def test_closing_a_batcher_ends_what_waits(encoder: SlowEncoder) -> None:
+    batcher = Batcher(encoder, Metrics())
+    encoder.go.clear()
+    waiting = [asyncio.create_task(batcher.encode(picture(1, 32), None)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    await batcher.close()
+    await batcher.close()
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(one, EngineError) for one in found)
+
+
+async def test_the_health_check_encodes_each_time_and_is_not_counted(
+    worker: SmallWorker, encoder: SlowEncoder
+) -> None:
+    probe = await worker.health_check_payload()
+    assert probe is not None
+    assert probe[HEALTH_CHECK_KEY] is True
+    for _ in range(2):
+        assert (await handle(worker, probe))["items"] == []
+    assert encoder.batches == [1, 1]
+    assert outcomes(worker) == {}
+    assert not worker.sender.payloads
+
+
+async def test_an_encode_worker_has_to_offer_over_something(encoder: SlowEncoder) -> None:
+    worker = PlainWorker(config_of("--mm-transfer", "off"), encoder, "vllm")
+    with pytest.raises(StartupError, match="off"):
+        await worker.start(0)
+    await worker.cleanup()
+
+
+@pytest.mark.parametrize(
+    "argv", [("--embedding-lease", "0"), ("--embedding-cache-mb", "-1")], ids=lambda argv: argv[0]
+)
+def test_options_out_of_range_are_refused(argv: tuple[str, ...]) -> None:
+    with pytest.raises(StartupError, match=argv[0]):
+        config_of(*argv)
