@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import sys
+from typing import TYPE_CHECKING
 
-from dynamo_worker_ext.errors import StartupError
+if TYPE_CHECKING:
+    from dynamo_worker_ext.vllm.args import Config
+    from dynamo_worker_ext.worker import Worker
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve until told to stop.
-
-    Exits with 0 after an orderly stop, 2 when it cannot serve as it was started, 1 when the
-    engine died.
-    """
-    from dynamo.common.backend.run import run
-
+    """Serve until told to stop; see `dynamo_worker_ext.worker.serve` for the exit status."""
     from dynamo_worker_ext.vllm.args import parse_args
+    from dynamo_worker_ext.worker import serve
+
+    serve("dynamo_worker_ext.vllm", _worker, parse_args, argv)
+
+
+def _worker(config: Config) -> Worker:
+    """The worker of the role that was asked for."""
+    from dynamo.common.constants import DisaggregationMode
+
+    if config.worker.disaggregation_mode is DisaggregationMode.ENCODE:
+        from dynamo_worker_ext.vllm.encoder import VllmEncodeWorker
+
+        return VllmEncodeWorker(config)
     from dynamo_worker_ext.vllm.handler import VllmWorker
-    from dynamo_worker_ext.worker import check_system_port
 
-    worker: VllmWorker | None = None
-
-    async def make(_argv: list[str] | None) -> tuple[VllmWorker, object]:
-        nonlocal worker
-        worker = VllmWorker(config)
-        return worker, config.worker
-
-    try:
-        config = parse_args(argv)
-        check_system_port()
-        run(VllmWorker, engine_factory=make)
-    except Exception as error:
-        # What `start` raises comes back from the SDK without its type.
-        reason = worker.startup_error if worker is not None else None
-        if reason is None and not isinstance(error, StartupError):
-            raise
-        print(f"dynamo_worker_ext.vllm: {reason or error}", file=sys.stderr)
-        sys.exit(2)
-    if worker is not None and worker.engine_failed:
-        sys.exit(1)
+    return VllmWorker(config)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from dynamo.common.backend.worker import WorkerConfig
 from dynamo.common.configuration.groups.frontend_decoding_args import add_frontend_decoding_arg
@@ -23,24 +21,21 @@ from dynamo.common.configuration.utils import (
     add_negatable_bool_argument,
     split_served_model_names,
 )
-from dynamo.common.constants import DisaggregationMode
-from dynamo.common.utils.runtime import parse_endpoint
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo_worker_ext import __version__
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.worker import WorkerOptions, add_worker_arguments, worker_options
+from dynamo_worker_ext.worker.arguments import (
+    ROLES,
+    LoraModule,
+    check_role,
+    lora_module,
+    sdk_config,
+)
 
 PROG = "python -m dynamo_worker_ext.vllm"
-
-
-@dataclass(frozen=True, slots=True)
-class LoraModule:
-    """One adapter of ``--lora-modules``: the name clients ask for, and its folder."""
-
-    name: str
-    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +77,17 @@ def build_parsers() -> tuple[argparse.ArgumentParser, FlexibleArgumentParser]:
         flag_name="--disaggregation-mode",
         env_var="DYN_VLLM_DISAGGREGATION_MODE",
         default="agg",
-        choices=["agg", "pd", "prefill", "decode", "encode"],
-        help="Role of this worker. 'agg' and 'pd' are one aggregated worker; the others are not "
-        "built yet.",
+        choices=list(ROLES),
+        help="Role of this worker. 'agg' and 'pd' are one aggregated worker; 'prefill' computes "
+        "prompts and 'decode' answers, with NIXL between them unless --kv-transfer-config says "
+        "otherwise; 'encode' runs the vision tower for workers with --route-to-encoder.",
     )
     add_negatable_bool_argument(
         group,
         flag_name="--route-to-encoder",
         env_var="DYN_VLLM_ROUTE_TO_ENCODER",
         default=False,
-        help="Have images encoded by encode workers. Not built yet.",
+        help="Have images encoded by encode workers.",
     )
     add_negatable_bool_argument(
         group,
@@ -131,13 +127,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     args, rest = parser.parse_known_args(argv)
     vllm_args = engine_parser.parse_args(rest)
 
-    if args.disaggregation_mode not in ("agg", "pd"):
-        raise StartupError(
-            f"--disaggregation-mode {args.disaggregation_mode} is not built yet; this worker "
-            "serves 'agg'"
-        )
-    if args.route_to_encoder:
-        raise StartupError("--route-to-encoder is not built yet; start without it")
+    role = ROLES[args.disaggregation_mode]
+    check_role(role, args.route_to_encoder)
 
     runtime = DynamoRuntimeConfig.from_cli_args(args)
     try:
@@ -153,73 +144,22 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     if not args.enable_multimodal:
         engine_args.language_model_only = True
 
-    loras = tuple(_lora_module(text) for text in args.lora_modules)
+    loras = tuple(lora_module(text) for text in args.lora_modules)
     if loras and not engine_args.enable_lora:
         raise StartupError("--lora-modules needs --enable-lora")
-    component, endpoint = "backend", "generate"
-    if runtime.endpoint is not None:
-        runtime.namespace, component, endpoint = parse_endpoint(runtime.endpoint)
-    options = worker_options(args)
-    worker = WorkerConfig.from_runtime_config(
-        runtime,
-        model_name=vllm_args.model,
-        served_model_name=served[0],
-        component=component,
-        endpoint=endpoint,
-        disaggregation_mode=DisaggregationMode.AGGREGATED,
-        custom_jinja_template=_template(runtime.custom_jinja_template),
-        metrics_labels=[("model", served[0])],
-        **_media_decoding(args.frontend_decoding),
-    )
     return Config(
-        options=options,
+        options=worker_options(args),
         engine_args=engine_args,
-        worker=worker,
+        worker=sdk_config(
+            runtime,
+            vllm_args.model,
+            served[0],
+            args.frontend_decoding,
+            role=role,
+            route_to_encoder=args.route_to_encoder,
+        ),
         served_names=tuple(served),
         frontend_decoding=args.frontend_decoding,
         lora_modules=loras,
         runtime=runtime,
     )
-
-
-def _template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    import os
-
-    full = Path(os.path.expandvars(path)).expanduser()
-    if not full.is_file():
-        raise StartupError(f"--custom-jinja-template {full}: no such file")
-    return str(full)
-
-
-def _lora_module(text: str) -> LoraModule:
-    name, sign, path = text.partition("=")
-    if not (name and sign and path):
-        raise StartupError(f"--lora-modules {text!r}: expected NAME=PATH")
-    if not Path(path).is_dir():
-        raise StartupError(f"--lora-modules {name}: {path} is not a folder")
-    return LoraModule(name, path)
-
-
-def _media_decoding(enabled: bool) -> dict[str, Any]:
-    """What the card says about decoding in the Rust frontend."""
-    if not enabled:
-        return {}
-    import os
-
-    from dynamo.common.utils.media_decoder import (
-        build_frontend_image_decoder_options,
-        enable_frontend_video_decoding,
-    )
-    from dynamo.llm import MediaDecoder, MediaFetcher
-
-    decoder = MediaDecoder()
-    decoder.enable_image(build_frontend_image_decoder_options())
-    enable_frontend_video_decoding(decoder)
-    fetcher = MediaFetcher()
-    fetcher.timeout_ms(30_000)
-    allow_internal = os.environ.get("DYN_MM_ALLOW_INTERNAL", "0") == "1"
-    fetcher.allow_direct_ip(allow_internal)
-    fetcher.allow_direct_port(allow_internal)
-    return {"media_decoder": decoder, "media_fetcher": fetcher}

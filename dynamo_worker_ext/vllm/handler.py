@@ -4,62 +4,93 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, cast
 
 from dynamo.common.backend.engine import EngineConfig, LlmRegistration
 from dynamo.common.backend.health_check import is_probe
 from dynamo.common.backend.publisher import KvEventSource, PushSource
+from dynamo.common.constants import DisaggregationMode
 from vllm.distributed.kv_events import KVEventsConfig
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from dynamo_worker_ext import __version__, wire
-from dynamo_worker_ext.card import WorkerCard, host_identity
+from dynamo_worker_ext import wire
 from dynamo_worker_ext.errors import (
     CacheMissError,
     EngineDeadError,
     EngineError,
-    MediaLostError,
+    HandoffError,
     StartupError,
-    UnsupportedOptionError,
+    WorkerExtError,
 )
 from dynamo_worker_ext.hashing import HashMode
-from dynamo_worker_ext.ingest import Ingest, Outcome, Resolution
-from dynamo_worker_ext.kv_events import KvEventPump, Normalizer, engine_endpoint, private_endpoint
-from dynamo_worker_ext.media import MediaLoader
-from dynamo_worker_ext.transfer import MmKwargsReceiver
+from dynamo_worker_ext.ingest import Outcome, Resolution
+from dynamo_worker_ext.kv_events import Normalizer, engine_endpoint
+from dynamo_worker_ext.vllm import connector, handoff
 from dynamo_worker_ext.vllm.args import Config
 from dynamo_worker_ext.vllm.chunks import ChunkStream
 from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
 from dynamo_worker_ext.vllm.identity import canary_request, verify_hash_mode
 from dynamo_worker_ext.vllm.inject import VllmMedia
-from dynamo_worker_ext.vllm.lora import register_adapters, unregister_adapters
-from dynamo_worker_ext.vllm.sampling import EngineCall, SamplingContext, build_call
+from dynamo_worker_ext.vllm.sampling import (
+    EngineCall,
+    SamplingContext,
+    build_call,
+    continued_call,
+)
+from dynamo_worker_ext.vllm.scheduler import have_no_media
 from dynamo_worker_ext.vllm.stats import Snapshots
-from dynamo_worker_ext.worker import Worker
+from dynamo_worker_ext.worker import MediaWorker
+from dynamo_worker_ext.worker.lora import Adapter, register_adapters, unregister_adapters
 
 log = logging.getLogger(__name__)
 
+#: Seconds for the engine to stop its workers and to remove their shared memory before it is
+#: killed. vLLM's own 5 are what it gives its workers alone.
+_SHUTDOWN_S = 15.0
 
-class VllmWorker(Worker):
+#: How prefill's part ends when decode is to go on.
+_DONE = ("length", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePrompt:
+    """What one request gives the engine.
+
+    Attributes:
+        prompt: the engine's input.
+        handed: of a prefill worker, the items as decode is to get them; of others None.
+    """
+
+    prompt: dict[str, Any]
+    handed: tuple[wire.HandedItem, ...] | None = None
+
+
+class VllmWorker(MediaWorker):
     """Serves one vLLM engine.
 
     Args:
         config: the parsed command line.
     """
 
+    framework = "vllm"
     engine_prefix = "vllm:"
+    media_errors = (VLLMClientError, ValueError)
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config.options)
+        super().__init__(
+            config.options,
+            frontend_decoding=config.frontend_decoding,
+            role=config.worker.disaggregation_mode,
+        )
         self._config = config
+        self._prefills = self.role is DisaggregationMode.PREFILL
+        self._decodes = self.role is DisaggregationMode.DECODE
         self._llm: AsyncLLM | None = None
-        self._receivers: dict[str, MmKwargsReceiver[Any]] = {}
-        self._pumps: list[KvEventPump] = []
-        self._on_stop: list[Callable[[], None]] = []
         self._snapshots = Snapshots()
         self._endpoint: Any = None
         self._loras = {
@@ -77,6 +108,7 @@ class VllmWorker(Worker):
     # Start-up.
 
     async def _start(self, worker_id: int) -> EngineConfig:
+        self.report_patches()
         engine_args = self._config.engine_args
         if engine_args.enable_prefix_caching and engine_args.kv_events_config is None:
             if engine_args.data_parallel_size > 1:
@@ -87,8 +119,11 @@ class VllmWorker(Worker):
                 )
             else:
                 engine_args.kv_events_config = self._private_events()
+        connector.prepare(engine_args, self.role)
         try:
             vllm_config = engine_args.create_engine_config()
+            if self._decodes:
+                have_no_media(vllm_config.scheduler_config)
         except (ValueError, OSError) as error:
             raise StartupError(f"vLLM refuses its arguments: {error}") from error
         events = vllm_config.kv_events_config
@@ -101,22 +136,22 @@ class VllmWorker(Worker):
         self._vllm_config = vllm_config = llm.vllm_config
         model_config = vllm_config.model_config
 
+        self._uses_nixl = connector.uses_nixl(vllm_config.kv_transfer_config)
+
         self._media = VllmMedia(llm, self.metrics)
         await self._media.learn()
-        if self._media.limits:
-            self._receivers = self.open_receivers()
-        self._ingest = Ingest(
-            self._media,
-            self._receivers,
-            MediaLoader(
-                frontend_decoding=self._config.frontend_decoding,
-                cache_mb=self.options.media_cache_mb,
-            ),
-            self.metrics,
-        )
+        if self._config.worker.route_to_encoder and not self._media.takes_embeddings:
+            raise StartupError(
+                "this model takes no embeddings of images; start without --route-to-encoder"
+            )
         self._sampling = SamplingContext.of(vllm_config, lora_names=frozenset(self._loras))
-        self._card = await self._make_card()
-        self._canary = await canary_request(llm, self._media)
+        if not self._decodes:  # which sees no media
+            self.take_media(self._media)
+            self._facts = handoff.ItemFacts(self._media)
+            mode = self.options.hash_mode or HashMode.PAD_VALUE
+            await verify_hash_mode(llm, self._media, mode, self._kv_sources())
+        self._card = self.make_card(self._media, importlib.metadata.version("vllm"))
+        self._canary = await canary_request(llm, self._media, with_image=not self._decodes)
 
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         parallel = vllm_config.parallel_config
@@ -148,36 +183,18 @@ class VllmWorker(Worker):
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         self._endpoint = endpoint
-        await register_adapters(
-            endpoint, self._loras.values(), self._registration, self._config.worker
-        )
+        await register_adapters(endpoint, self._adapters(), self._registration, self._config.worker)
+
+    def _adapters(self) -> list[Adapter]:
+        return [Adapter(one.lora_name, one.lora_int_id) for one in self._loras.values()]
 
     def _private_events(self) -> KVEventsConfig:
-        events, replay = private_endpoint(), private_endpoint()
-        self._on_stop += [events.cleanup, replay.cleanup]
         return KVEventsConfig(
             enable_kv_cache_events=True,
             publisher="zmq",
-            endpoint=events.endpoint,
-            replay_endpoint=replay.endpoint,
+            endpoint=self.private_endpoint(),
+            replay_endpoint=self.private_endpoint(),
             topic="kv-events",
-        )
-
-    async def _make_card(self) -> WorkerCard:
-        mode = self.options.hash_mode or HashMode.PAD_VALUE
-        await verify_hash_mode(self._engine, self._media, mode, self._kv_sources())
-        engine_version = importlib.metadata.version("vllm")
-        self.metrics.info.labels("vllm", engine_version, __version__, mode.value).set(1)
-        return WorkerCard(
-            backend_framework="vllm",
-            package_version=__version__,
-            engine_version=engine_version,
-            mm_hash_mode=mode,
-            mm_hash_hex_chars=mode.hex_chars,
-            transports=tuple(self._receivers),
-            max_item_bytes=self.options.max_item_bytes,
-            host_id=host_identity(),
-            modalities=tuple(self._media.limits),
         )
 
     @property
@@ -197,29 +214,29 @@ class VllmWorker(Worker):
         return sources
 
     async def kv_event_sources(self) -> list[KvEventSource]:
+        cache = self._vllm_config.cache_config
+
+        def normalizer() -> Normalizer:
+            return Normalizer(
+                self._card.mm_hash_mode,
+                self._media.media_tokens,
+                cache.block_size,
+                context_tokens=self._vllm_config.model_config.max_model_len,
+            )
+
         return [
-            PushSource(on_ready=self._pump(rank, source), dp_rank=rank)
+            PushSource(
+                on_ready=self.pump(
+                    rank,
+                    engine_endpoint(source.endpoint),
+                    engine_endpoint(source.replay_endpoint) if source.replay_endpoint else None,
+                    normalizer,
+                    max_blocks=cache.num_gpu_blocks,
+                ),
+                dp_rank=rank,
+            )
             for rank, source in self._kv_sources().items()
         ]
-
-    def _pump(self, rank: int, source: KVEventsConfig) -> Callable[[Any], None]:
-        cache = self._vllm_config.cache_config
-        replay = source.replay_endpoint
-
-        def on_ready(publisher: Any) -> None:
-            pump = KvEventPump(
-                engine_endpoint(source.endpoint),
-                publisher,
-                Normalizer(self._card.mm_hash_mode, self._media.media_tokens, cache.block_size),
-                self.metrics,
-                on_failure=lambda error: self.fail(f"KV events of rank {rank} stopped: {error}"),
-                replay_endpoint=engine_endpoint(replay) if replay else None,
-                max_blocks=cache.num_gpu_blocks,
-            )
-            self._pumps.append(pump)
-            pump.start()
-
-        return on_ready
 
     def component_metrics_dp_ranks(self) -> list[int]:
         parallel = self._vllm_config.parallel_config
@@ -235,59 +252,35 @@ class VllmWorker(Worker):
     def engine_is_dead(self) -> bool:
         return self._llm is not None and self._llm.errored
 
+    def holds_kv(self) -> bool:
+        return self._prefills and self._snapshots.holds_blocks
+
     # Requests.
 
-    async def _stream(
-        self, request: Mapping[str, Any], context: Any
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        with self.metrics.stage("parse"):
-            media = wire.parse(request, max_item_bytes=self.options.max_item_bytes)
-            if request.get("prompt_embeds") is not None:
-                raise UnsupportedOptionError("prompt_embeds are not taken by this worker")
-            call = build_call(request, self._sampling, trace_headers=context.trace_headers())
-        counted = is_probe(request)
-        for resend in (False, True):
-            try:
-                prompt, resolution = await self._prepare(request, media, call, resend=resend)
-                if not counted:  # once, also where it is resent
-                    self._count(media, resolution)
-                    counted = True
-                async for chunk in self._generate(prompt, call, context, may_resend=not resend):
-                    yield chunk
-                return
-            except CacheMissError as error:
-                # vLLM has by now dropped what it does not hold; nothing was sent to the client.
-                if resend:
-                    raise
-                self.metrics.resends.inc()
-                log.debug("request %s: %s; resending", context.id(), error)
+    def build_call(
+        self, request: Mapping[str, Any], trace_headers: Mapping[str, str] | None
+    ) -> EngineCall:
+        return build_call(
+            request,
+            self._sampling,
+            trace_headers=trace_headers,
+            # Nobody would take the KV of a canary, which would then be kept until its time is up.
+            first_token_only=self._prefills and not is_probe(request),
+        )
 
-    async def _prepare(
-        self,
-        request: Mapping[str, Any],
-        media: wire.MediaRequest,
-        call: EngineCall,
-        *,
-        resend: bool,
-    ) -> tuple[dict[str, Any], Resolution]:
-        """From the request's media to an engine input, and what became of the media."""
-        with self.metrics.stage("prepare"):
-            try:
-                resolution = await self._ingest.resolve(
-                    media, cache_scope=request.get("image_cache_scope"), fresh=resend
-                )
-                prompt = await self._engine_input(media, resolution, resend=resend)
-            except MediaLostError:
-                self.metrics.requests.labels(Outcome.LOST, "none").inc()
-                raise
-            except (VLLMClientError, ValueError) as error:
-                raise as_ours(error) from error
+    def as_ours(self, error: Exception) -> WorkerExtError:
+        return as_ours(error)
+
+    async def engine_input(
+        self, media: wire.MediaRequest, resolution: Resolution, call: EngineCall, *, resend: bool
+    ) -> EnginePrompt:
+        prompt = await self._prompt(media, resolution, resend)
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
-        return prompt, resolution
+        return EnginePrompt(prompt, await self._facts.of(prompt) if call.hands_over else None)
 
-    async def _engine_input(
-        self, media: wire.MediaRequest, resolution: Resolution, *, resend: bool
+    async def _prompt(
+        self, media: wire.MediaRequest, resolution: Resolution, resend: bool
     ) -> dict[str, Any]:
         if resolution.payloads is not None and media.transfer is not None:
             return await self._media.from_transfer(
@@ -297,16 +290,77 @@ class VllmWorker(Worker):
             return await self._media.from_raw(media, resolution.raw)
         return self._media.from_text(media)
 
-    async def _generate(
-        self, prompt: dict[str, Any], call: EngineCall, context: Any, *, may_resend: bool
+    def _stream(
+        self, request: Mapping[str, Any], context: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
-        if context.is_stopped():  # while its media was fetched; nothing to abort yet
-            return
+        return (
+            self._continue(request, context) if self._decodes else super()._stream(request, context)
+        )
+
+    async def _continue(
+        self, request: Mapping[str, Any], context: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Decode: go on from what prefill left. The media of the request is not looked at."""
+        with self.metrics.stage("parse"):
+            call = self.build_call(request, context.trace_headers())
+            if is_probe(request):
+                media = wire.MediaRequest(token_ids=request.get("token_ids") or [])
+                given, prompt = None, self._media.from_text(media)
+            else:
+                given, prompt = self._given(request)
+                call = continued_call(call, given.kv)
+            if call.cache_salt is not None:
+                prompt["cache_salt"] = call.cache_salt
+        outcome = None
+        if given is not None:
+            outcome = Outcome.CONTINUED if given.media else Outcome.TEXT
+        try:
+            async for chunk in self.run(EnginePrompt(prompt), call, context, may_resend=False):
+                if outcome is not None:  # with the first chunk: the KV is here
+                    self.metrics.requests.labels(outcome, "none").inc()
+                    outcome = None
+                yield chunk
+        except HandoffError as error:
+            self.metrics.handoff_failures.labels(error.reason).inc()
+            if outcome is Outcome.CONTINUED:
+                self.metrics.requests.labels(Outcome.LOST, "none").inc()
+            raise
+
+    def _given(self, request: Mapping[str, Any]) -> tuple[wire.Handoff, dict[str, Any]]:
+        """What prefill left, and the engine's input that it makes."""
+        limit = self._vllm_config.model_config.max_model_len
+        try:
+            given = wire.parse_handoff(
+                request.get("prefill_result"), max_tokens=limit, uses_nixl=self._uses_nixl
+            )
+            return given, handoff.engine_input(given, self._media)
+        except HandoffError as error:
+            self.metrics.handoff_failures.labels(error.reason).inc()
+            raise
+
+    def _hand_over(self, prompt: EnginePrompt, output: Any) -> dict[str, Any]:
+        """What decode is told of a prompt that prefill is done with."""
+        kv = output.kv_transfer_params
+        if kv is None and self._uses_nixl:
+            raise EngineError("the engine did not say where the KV of the prompt lies")
+        return wire.write_handoff(
+            wire.Handoff(
+                prompt.prompt["prompt_token_ids"],
+                prompt.handed or (),
+                kv,
+                self._vllm_config.cache_config.block_size,
+            )
+        )
+
+    async def run(
+        self, prompt: EnginePrompt, call: EngineCall, context: Any, *, may_resend: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
         chunks = ChunkStream(call)
-        hashes = [h for of_modality in prompt.get("mm_hashes", {}).values() for h in of_modality]
+        by_modality = prompt.prompt.get("mm_hashes", {})
+        hashes = [h for of_modality in by_modality.values() for h in of_modality]
         started = False
         stream = self._engine.generate(
-            cast(Any, prompt),
+            cast(Any, prompt.prompt),
             call.sampling_params,
             context.id(),
             lora_request=self._loras[call.lora_name] if call.lora_name else None,
@@ -323,32 +377,23 @@ class VllmWorker(Worker):
                     if "error" in reasons:
                         if hashes and may_resend and not started:
                             raise CacheMissError(hashes)
+                        if self._decodes:
+                            raise HandoffError(
+                                "the KV of the prompt could not be had from its prefill worker, or "
+                                "had to be given up here; the prompt is not computed anew without "
+                                "its media",
+                                reason="kv",
+                            )
                         raise EngineError("the engine ended the request with an error")
                     if "abort" in reasons and self._closing and not context.is_stopped():
                         raise EngineError("the worker is shutting down")
                     for chunk in chunks.of(output):
                         started = True
+                        if prompt.handed is not None and chunk.get("finish_reason") in _DONE:
+                            chunk["disaggregated_params"] = self._hand_over(prompt, output)
                         yield chunk
         except (VLLMClientError, *ENGINE_ERRORS) as error:
             raise as_ours(error) from error
-
-    def _count(self, media: wire.MediaRequest, resolution: Resolution) -> None:
-        outcome = resolution.outcome
-        self.metrics.requests.labels(outcome, resolution.transport).inc()
-        if resolution.payloads is not None and media.transfer is not None:
-            for item, payload in zip(media.transfer.items, resolution.payloads, strict=True):
-                source = Outcome.HIT if payload is None else outcome
-                self.metrics.items.labels(item.modality, source).inc()
-        for modality, items in (resolution.raw or {}).items():
-            for one in items:
-                source = Outcome.HIT if one is None else outcome
-                self.metrics.items.labels(modality, source).inc()
-        log.debug(
-            "media %s over %s%s",
-            outcome.value,
-            resolution.transport,
-            f" ({resolution.reason})" if resolution.reason else "",
-        )
 
     async def abort(self, context: Any) -> None:
         if self._llm is not None:
@@ -357,14 +402,9 @@ class VllmWorker(Worker):
     async def _stop(self) -> None:
         if self._endpoint is not None:
             endpoint, self._endpoint = self._endpoint, None
-            await unregister_adapters(endpoint, self._loras.values())
-        while self._pumps:
-            self._pumps.pop().stop()
-        for receiver in self._receivers.values():
-            await receiver.close()
-        self._receivers.clear()
+            await unregister_adapters(endpoint, self._adapters())
+        await self.stop_media()
         if self._llm is not None:
-            self._llm.shutdown()
+            self._llm.shutdown(timeout=_SHUTDOWN_S)
             self._llm = None
-        while self._on_stop:
-            self._on_stop.pop()()
+        self.run_on_stop()

@@ -3,17 +3,14 @@ canary that keeps proving that the media path works."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import io
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-import zmq
-import zmq.asyncio
 from dynamo.common.backend.health_check import build_health_check_payload
 from PIL import Image
 from vllm import SamplingParams
@@ -21,19 +18,11 @@ from vllm.distributed.kv_events import KVEventsConfig
 
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.hashing import HashMode, routing_tokens
-from dynamo_worker_ext.kv_events import (
-    FrameError,
-    Normalizer,
-    StoredBlocks,
-    decode_batch,
-    engine_endpoint,
-)
+from dynamo_worker_ext.kv_events import Normalizer, engine_endpoint, published_tokens
 from dynamo_worker_ext.vllm.inject import VllmMedia
 from dynamo_worker_ext.wire import Placeholder
 
 log = logging.getLogger(__name__)
-
-_TIMEOUT_S: Final = 60.0
 
 
 def known_image() -> Image.Image:
@@ -74,7 +63,15 @@ async def verify_hash_mode(
     if mode is HashMode.BLOCK_MM_INFOS:
         expected = tokens[: len(expected)]
     endpoint = engine_endpoint(next(iter(sources.values())).endpoint)
-    seen = await _published(engine, prompt, endpoint, media, mode, block_size)
+
+    async def serve() -> None:
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        async for _ in engine.generate(prompt, params, f"verify-{time.time_ns()}"):
+            pass
+
+    context = engine.vllm_config.model_config.max_model_len
+    normalizer = Normalizer(mode, media.media_tokens, block_size, context_tokens=context)
+    seen = await published_tokens(endpoint, normalizer, len(expected), serve)
     if seen[: len(expected)] != expected:
         raise StartupError(
             f"this engine does not identify media as {mode.value}: of {len(expected)} routing "
@@ -101,53 +98,22 @@ async def _image_prompt(engine: Any, mm_hash: str, block_size: int) -> dict[str,
     return result
 
 
-async def _published(
-    engine: Any,
-    prompt: dict[str, Any],
-    endpoint: str,
-    media: VllmMedia,
-    mode: HashMode,
-    block_size: int,
-) -> list[int]:
-    """Tokens of the blocks that the engine stores for `prompt`, normalised, in order."""
-    normalizer = Normalizer(mode, media.media_tokens, block_size)
-    want = len(prompt["prompt_token_ids"]) // block_size * block_size
-    seen: list[int] = []
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.SUB)
-    try:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.connect(endpoint)
-        # A subscription takes effect a moment after connecting; nothing tells when.
-        await asyncio.sleep(0.2)
-        params = SamplingParams(max_tokens=1, temperature=0.0)
-        async for _ in engine.generate(prompt, params, f"verify-{time.time_ns()}"):
-            pass
-        async with asyncio.timeout(_TIMEOUT_S):
-            while len(seen) < want:
-                frames = await socket.recv_multipart()
-                for event in decode_batch(frames[-1]).events:
-                    for stored in normalizer.normalize(event):
-                        if isinstance(stored, StoredBlocks):
-                            seen.extend(stored.token_ids)
-    except (TimeoutError, FrameError) as error:
-        log.debug("no complete events: %r", error)
-    finally:
-        socket.close()
-        context.term()
-    return seen
-
-
-async def canary_request(engine: Any, media: VllmMedia) -> dict[str, Any]:
+async def canary_request(
+    engine: Any, media: VllmMedia, *, with_image: bool = True
+) -> dict[str, Any]:
     """The request that Dynamo's health check sends when the worker is idle.
 
     It carries an image where the model takes one, so that a broken media path shows up too.
+
+    Args:
+        engine: the running `AsyncLLM`.
+        media: its media side.
+        with_image: False for a worker that media does not come to.
     """
     config = engine.vllm_config.model_config
     bos = getattr(config.hf_text_config, "bos_token_id", None)
     payload: dict[str, Any]
-    if not media.limits.get("image"):
+    if not with_image or not media.limits.get("image"):
         payload = build_health_check_payload(bos_token_id=bos if isinstance(bos, int) else 1)
         return payload
     processor = engine.renderer.get_mm_processor()

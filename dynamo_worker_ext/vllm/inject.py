@@ -17,17 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar, cast
 
-from vllm.multimodal.inputs import (
-    MultiModalFieldConfig,
-    MultiModalFieldElem,
-    MultiModalKwargsItem,
-    PlaceholderRange,
-)
+import torch
+from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, ResolvedPromptUpdate
 
-from dynamo_worker_ext.errors import CacheMissError, InvalidTransferError, StrayPlaceholderError
+from dynamo_worker_ext.errors import CacheMissError, InvalidTransferError
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
+from dynamo_worker_ext.vllm.embeds import EmbeddingReference
+from dynamo_worker_ext.vllm.items import kwargs_item
 from dynamo_worker_ext.vllm.prompts import placeholder_range, prompt_updates
 from dynamo_worker_ext.vllm.reference import ItemReference, learn_references
 from dynamo_worker_ext.wire import (
@@ -35,27 +33,12 @@ from dynamo_worker_ext.wire import (
     MediaItem,
     MediaRequest,
     Modality,
+    Placeholder,
     Transfer,
 )
+from dynamo_worker_ext.worker.prompts import check_stray, media_token_ids
 
 _T = TypeVar("_T")
-
-#: Where Hugging Face configs name the tokens that only stand for media.
-_MEDIA_TOKEN_FIELDS = (
-    "image_token_id",
-    "image_token_index",
-    "video_token_id",
-    "video_token_index",
-    "audio_token_id",
-    "audio_token_index",
-    "media_placeholder_token_id",
-)
-
-
-def media_token_ids(hf_config: Any) -> frozenset[int]:
-    """The tokens that must not reach the engine without media, from a model's config."""
-    values = (getattr(hf_config, name, None) for name in _MEDIA_TOKEN_FIELDS)
-    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool))
 
 
 class VllmMedia:
@@ -66,6 +49,8 @@ class VllmMedia:
         metrics: where stages are measured.
     """
 
+    mixes_raw_and_held = True
+
     def __init__(self, engine: Any, metrics: Metrics) -> None:
         self._renderer = engine.renderer
         self._metrics = metrics
@@ -73,6 +58,7 @@ class VllmMedia:
         self.media_tokens = media_token_ids(config.hf_config)
         self.limits: Mapping[Modality, int] = {}
         self._references: dict[Modality, ItemReference] = {}
+        self._embeddings: EmbeddingReference | None = None
         self._thread = _SingleThread(self._renderer._mm_executor)
         # Whether the model's processor takes vLLM's own steps, so that one can be left out.
         self._plain = False
@@ -93,31 +79,59 @@ class VllmMedia:
             self._references = await self._on_renderer(
                 lambda: learn_references(processor, list(self.limits))
             )
+            if (image := self._references.get("image")) is not None:
+                self._embeddings = EmbeddingReference.learn(
+                    processor, has_grid="image_grid_thw" in image.fields
+                )
+
+    @property
+    def takes_embeddings(self) -> bool:
+        """Whether encode workers can encode this model's images."""
+        return self._embeddings is not None
 
     # EngineMedia, as `dynamo_worker_ext.ingest` sees an engine.
 
-    def holds(self, mm_hash: str) -> bool:
+    def holds(self, mm_hash: str, scope: str = "") -> bool:
         cache = self._renderer.mm_processor_cache
         return cache is not None and cache.is_cached_item(mm_hash)
 
+    def check(self, transfer: Transfer) -> None:
+        """vLLM goes by the placeholders that it is given."""
+
     def convert(self, item: MediaItem, payload: KwargsItem) -> MultiModalKwargsItem:
+        if item.embeddings is not None:
+            if self._embeddings is None or item.modality != "image":
+                raise InvalidTransferError(
+                    f"this model takes no embeddings of {item.modality}s", reason="invalid_type"
+                )
+            return kwargs_item(self._embeddings.item(item, item.embeddings, payload))
         reference = self._references.get(item.modality)
         if reference is None:
             raise InvalidTransferError(
                 f"this model takes no pre-processed {item.modality}", reason="invalid_type"
             )
         reference.check(payload, item)
-        return MultiModalKwargsItem(
-            {
-                name: MultiModalFieldElem(
-                    data=field.data,
-                    field=getattr(MultiModalFieldConfig, field.kind)(
-                        item.modality, **field.options
-                    ).field,
-                )
-                for name, field in payload.fields.items()
-            }
-        )
+        return kwargs_item(payload)
+
+    def check_facts(
+        self, modality: Modality, facts: Mapping[str, torch.Tensor], where: Placeholder
+    ) -> dict[str, torch.Tensor]:
+        """What there is to know of an item whose KV comes from elsewhere.
+
+        Raises:
+            InvalidTransferError: it is not what this model's processor would say of such an item.
+        """
+        if (reference := self._references.get(modality)) is None:
+            raise InvalidTransferError(
+                f"this model takes no {modality} of another worker's", reason="invalid_type"
+            )
+        return reference.check_facts(facts, where)
+
+    async def forget(self, mm_hashes: Sequence[str]) -> None:
+        """Have the cache drop items, so that they are processed or sent again."""
+        cache = self._renderer.mm_processor_cache
+        if cache is not None:
+            await self._on_renderer(lambda: [cache.invalidate(one) for one in mm_hashes])
 
     # Engine inputs.
 
@@ -264,19 +278,7 @@ class VllmMedia:
         }
 
     def _check_stray(self, tokens: Sequence[int], placed: Sequence[Any]) -> None:
-        text: list[int] = []
-        at = 0
-        for where in sorted(placed, key=lambda one: one.offset):
-            text += tokens[at : where.offset]
-            at = where.offset + where.length
-        text += tokens[at:]
-        if self.media_tokens.isdisjoint(text):
-            return
-        stray = [token for token in text if token in self.media_tokens]
-        raise StrayPlaceholderError(
-            f"the prompt holds {len(stray)} token(s) {sorted(set(stray))} that stand for media, "
-            "but the request carries no media for them"
-        )
+        check_stray(tokens, placed, self.media_tokens)
 
     def _admit(
         self,

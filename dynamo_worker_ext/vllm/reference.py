@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -23,8 +24,9 @@ from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from dynamo_worker_ext.errors import InvalidTransferError
-from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
-from dynamo_worker_ext.wire import MediaItem, Modality
+from dynamo_worker_ext.transfer.kwargs import FieldKind, KwargsField, KwargsItem
+from dynamo_worker_ext.wire import MediaItem, Modality, Placeholder
+from dynamo_worker_ext.wire.handoff import MAX_FACT_VALUES
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +57,12 @@ class FieldReference:
             data.dtype.is_floating_point and self.dtype.is_floating_point
         ):
             raise _mismatch(f"{name} is {self.dtype}, got {data.dtype}")
-        if len(data.shape) != len(self.shape) or any(
-            want is not None and want != got
-            for want, got in zip(self.shape, data.shape, strict=True)
+        shape = tuple(data.shape)
+        if len(shape) != len(self.shape) or any(
+            want is not None and want != got for want, got in zip(self.shape, shape, strict=True)
         ):
             want = ["any" if d is None else str(d) for d in self.shape]
-            raise _mismatch(f"{name} has shape [{', '.join(want)}], got {list(data.shape)}")
+            raise _mismatch(f"{name} has shape [{', '.join(want)}], got {list(shape)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +90,50 @@ class ItemReference:
             )
         for name, reference in self.fields.items():
             reference.check(name, payload.fields[name])
-        self._check_grid(payload, item)
+        data = {name: field.data for name, field in payload.fields.items()}
+        self._check_grid(data, item.placeholder)
 
-    def _check_grid(self, payload: KwargsItem, item: MediaItem) -> None:
-        for name, field in payload.fields.items():
-            if not name.endswith("_grid_thw") or not isinstance(field.data, torch.Tensor):
+    def check_facts(
+        self, facts: Mapping[str, torch.Tensor], where: Placeholder
+    ) -> dict[str, torch.Tensor]:
+        """Those of `facts` that an item of this modality has, compared.
+
+        Facts are the fields of a few numbers, which positions are computed from.
+
+        Raises:
+            InvalidTransferError: with reason ``invalid_type``; one is missing or differs.
+        """
+        result = {}
+        for name, reference in self.fields.items():
+            if reference.dtype is None or None in reference.shape:
                 continue
-            grid = [int(n) for n in field.data.flatten().tolist()]
+            if prod(cast(tuple[int, ...], reference.shape)) > MAX_FACT_VALUES:
+                continue
+            if (fact := facts.get(name)) is None:
+                raise _mismatch(f"{name} is missing")
+            reference.check(name, KwargsField(fact, cast(FieldKind, reference.kind), {}))
+            result[name] = fact
+        self._check_grid(result, where)
+        return result
+
+    def _check_grid(self, fields: Mapping[str, object], where: Placeholder) -> None:
+        for name, data in fields.items():
+            if not name.endswith("_grid_thw") or not isinstance(data, torch.Tensor):
+                continue
+            # No operator of torch's own where it is not needed: those cost after a pause.
+            flat = data if data.dim() == 1 else data.flatten()
+            grid = [int(n) for n in flat.tolist()]
             patches = 1
             for n in grid:
                 if not 0 < n < 2**24:
                     raise _mismatch(f"{name} is {grid}")
                 patches *= n
-            pixels = payload.fields.get(_PIXELS.get(name, ""))
-            if pixels is not None and isinstance(pixels.data, torch.Tensor):
-                have = pixels.data.shape[0]
+            pixels = fields.get(_PIXELS.get(name, ""))
+            if isinstance(pixels, torch.Tensor):
+                have = pixels.shape[0]
                 if have != patches:
                     raise _mismatch(f"{name} {grid} needs {patches} patches, got {have}")
             if self.merge:
-                where = item.placeholder
                 embeds = where.length if where.is_embed is None else sum(where.is_embed)
                 if patches % self.merge or patches // self.merge != embeds:
                     raise _mismatch(

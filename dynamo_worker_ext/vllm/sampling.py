@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from dynamo.common.utils.guided_json import reject_nonprogressing_guided_json_ref_cycles
-from dynamo.llm import HttpError
+import msgspec
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
@@ -32,9 +32,20 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from dynamo_worker_ext import options
 from dynamo_worker_ext.errors import RequestError, UnsupportedOptionError
 from dynamo_worker_ext.kv_events.normalize import CACHE_SALT_PREFIX
+from dynamo_worker_ext.worker import sampling as shared
+from dynamo_worker_ext.worker.routing import (
+    cache_salt,
+    dp_rank,
+    lora_name,
+    wants_engine_data,
+)
 
 #: What a frontend sends for -1, "the whole vocabulary", in an unsigned field.
 _WHOLE_VOCABULARY: Final = 2**32 - 1
+
+#: Sets of options that are kept with what they were mapped to, and the most bytes of one.
+_KNOWN: Final = 256
+_KNOWN_BYTES: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,7 @@ class SamplingContext:
         has_tokenizer: False under ``--skip-tokenizer-init``.
         first_dp_rank, dp_ranks: the data-parallel ranks of this worker, in the router's numbers.
         lora_names: adapters that the engine has.
+        known: options that were mapped before, for `build_call` alone.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +69,7 @@ class SamplingContext:
     first_dp_rank: int = 0
     dp_ranks: int = 1
     lora_names: Collection[str] = ()
+    known: dict[bytes, SamplingParams] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, *, lora_names: Collection[str] = ()) -> SamplingContext:
@@ -92,6 +105,7 @@ class EngineCall:
         reasoning_parser_kwargs: how the frontend set up its reasoning parser.
         trace_headers: W3C trace context.
         wants_engine_data: the client opted into ``nvext.engine_data``.
+        hands_over: decode goes on from here.
     """
 
     sampling_params: SamplingParams
@@ -103,6 +117,7 @@ class EngineCall:
     reasoning_parser_kwargs: dict[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
     wants_engine_data: bool = False
+    hands_over: bool = False
 
 
 def build_call(
@@ -131,14 +146,14 @@ def build_call(
         raise UnsupportedOptionError("the token-in generate API is not served by this worker")
     reasoning_ended = request.get("reasoning_ended", extra.get("reasoning_ended"))
     parser_kwargs = request.get("reasoning_parser_kwargs", extra.get("reasoning_parser_kwargs"))
-    fields = options.section(extra, "nvext").get("extra_fields")
+    salt = cache_salt(request)
     return EngineCall(
-        sampling_params=_sampling_params(request, context, first_token_only),
+        sampling_params=_known_params(request, extra, context, first_token_only),
         # Dynamo: the larger, the sooner. vLLM: the smaller, the sooner.
         priority=-options.integer("priority", routing.get("priority") or 0),
-        cache_salt=_cache_salt(request, extra, routing),
-        data_parallel_rank=_dp_rank(routing, context),
-        lora_name=_lora_name(request, routing, context),
+        cache_salt=None if salt is None else CACHE_SALT_PREFIX + salt,
+        data_parallel_rank=dp_rank(routing, context.first_dp_rank, context.dp_ranks),
+        lora_name=lora_name(request, context.lora_names),
         reasoning_ended=(
             None if reasoning_ended is None else options.flag("reasoning_ended", reasoning_ended)
         ),
@@ -146,8 +161,28 @@ def build_call(
             None if parser_kwargs is None else options.obj("reasoning_parser_kwargs", parser_kwargs)
         ),
         trace_headers=trace_headers,
-        wants_engine_data=isinstance(fields, (list, tuple)) and "engine_data" in fields,
+        # Of a prefill worker's answer frontends take what it hands over.
+        wants_engine_data=not first_token_only and wants_engine_data(request),
+        hands_over=first_token_only,
     )
+
+
+def continued_call(call: EngineCall, kv: Mapping[str, Any] | None) -> EngineCall:
+    """`call` for a decode worker.
+
+    Args:
+        call: what the client asked for. It may share its parameters with others and is left alone.
+        kv: where the prompt's KV lies, in the KV connector's words.
+
+    Raises:
+        UnsupportedOptionError: it cannot be had there.
+    """
+    check_split(call.sampling_params.n, call.sampling_params.prompt_logprobs)
+    if kv is None:
+        return call
+    params = copy(call.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": dict(kv)}
+    return replace(call, sampling_params=params)
 
 
 def _count_of_logprobs(name: str, value: object) -> int:
@@ -157,16 +192,8 @@ def _count_of_logprobs(name: str, value: object) -> int:
 
 # Where the name of the field of SamplingParams is None, a value is checked and not passed on.
 _SAMPLING: Final[options.Table] = {
-    "n": ("n", options.integer),
-    "presence_penalty": ("presence_penalty", options.number),
-    "frequency_penalty": ("frequency_penalty", options.number),
-    "repetition_penalty": ("repetition_penalty", options.number),
-    "temperature": ("temperature", options.number),
-    "top_p": ("top_p", options.number),
-    "top_k": ("top_k", options.integer),
-    "min_p": ("min_p", options.number),
+    **shared.SAMPLING,
     "seed": ("seed", options.integer),
-    "logit_bias": ("logit_bias", options.logit_bias),
     "allowed_token_ids": ("allowed_token_ids", options.token_ids),
     "bad_words": ("bad_words", options.texts),
     "bad_words_token_ids": ("_bad_words_token_ids", options.token_id_lists),
@@ -175,56 +202,77 @@ _SAMPLING: Final[options.Table] = {
     # The frontends cut the text at a stop string; ours only ends the generation there.
     "include_stop_str_in_output": ("include_stop_str_in_output", options.flag),
     "guided_decoding": ("structured_outputs", options.obj),
-    "best_of": ("best_of", options.integer),
     "use_beam_search": (None, options.only(False, "vLLM's engine has no beam search")),
     "length_penalty": (
         None,
         options.only(1.0, "it belongs to beam search, which vLLM's engine lacks"),
     ),
-    # This worker's answer is token ids either way; the frontends make text of them.
-    "detokenize": (None, options.flag),
 }
 _STOPPING: Final[options.Table] = {
+    **shared.STOPPING,
     "max_tokens": ("max_tokens", options.integer),
     "min_tokens": ("min_tokens", options.integer),
-    "ignore_eos": ("ignore_eos", options.flag),
-    "stop": ("stop", options.text_or_texts),
-    "stop_token_ids": ("stop_token_ids", options.token_ids),
-    "stop_token_ids_visible": ("stop_token_ids_visible", options.token_ids),
-    "stop_token_ids_hidden": ("stop_token_ids_hidden", options.token_ids),
     "max_thinking_tokens": ("thinking_token_budget", options.integer),
 }
 _OUTPUT: Final[options.Table] = {
+    **shared.OUTPUT,
     "logprobs": ("logprobs", _count_of_logprobs),
     "prompt_logprobs": ("prompt_logprobs", _count_of_logprobs),
-    "skip_special_tokens": ("skip_special_tokens", options.flag),
-    # The frontends keep the prompt's text and write logprobs' tokens as ids themselves.
-    "formatted_prompt": (None, options.flag),
-    "return_tokens_as_token_ids": (None, options.flag),
 }
 
 
-def _sampling_params(
-    request: Mapping[str, Any], context: SamplingContext, first_token_only: bool
+#: What tells a KV connector to keep the prompt's KV until decode has it.
+_FOR_DECODE: Final[Mapping[str, Any]] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+_PACK: Final = msgspec.msgpack.Encoder().encode
+
+
+def _known_params(
+    request: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    context: SamplingContext,
+    first_token_only: bool,
 ) -> SamplingParams:
-    by_token_id = options.section(options.section(request, "extra_args"), "sampling_options")
+    """`_sampling_params`, remembered: most requests ask for what another one has asked for."""
+    sections = [request.get(n) for n in ("sampling_options", "stop_conditions", "output_options")]
+    try:
+        # Tells 1 from True and from 1.0, and NaN from null.
+        key = _PACK((sections, extra.get("sampling_options"), first_token_only))
+    except (TypeError, ValueError, OverflowError, RecursionError):  # refused below
+        key = b""
+    if (params := context.known.get(key)) is None:
+        params = _sampling_params(request, extra, context, first_token_only)
+        # Guided decoding is left out: vLLM writes into it which backend is to compile it.
+        if 0 < len(key) <= _KNOWN_BYTES and params.structured_outputs is None:
+            if len(context.known) == _KNOWN:
+                context.known.clear()
+            context.known[key] = params
+    return params
+
+
+def _sampling_params(
+    request: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    context: SamplingContext,
+    first_token_only: bool,
+) -> SamplingParams:
+    by_token_id = options.section(extra, "sampling_options")
     asked = {
         **options.read("sampling_options", options.section(request, "sampling_options"), _SAMPLING),
         **options.read("extra_args.sampling_options", by_token_id, _SAMPLING),
         **options.read("stop_conditions", options.section(request, "stop_conditions"), _STOPPING),
         **options.read("output_options", options.section(request, "output_options"), _OUTPUT),
     }
-    if (best_of := asked.pop("best_of", None)) not in (None, asked.get("n", 1)):
-        raise UnsupportedOptionError(
-            f"best_of={best_of} cannot be honoured: vLLM returns what it generates; "
-            "leave it out or make it equal to n"
-        )
-    stop_token_ids = [
-        token
-        for name in ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
-        for token in asked.pop(name, ())
-    ]
-    if stop_token_ids:
+    shared.check_best_of(asked)
+    if stop_token_ids := shared.all_stop_token_ids(asked):
         asked["stop_token_ids"] = stop_token_ids
     if (guided := asked.pop("structured_outputs", None)) is not None:
         asked["structured_outputs"] = _structured_outputs(guided, context.guided_backend)
@@ -233,10 +281,12 @@ def _sampling_params(
         asked.pop("logprobs", None)
     _check_bad_words(asked, context.vocab_size)
     if first_token_only:
+        check_split(asked.get("n", 1), asked.get("prompt_logprobs"))
         # Decode samples, stops and counts; here a min_tokens above 1 would even be refused.
-        for name in ("stop", "logprobs", "prompt_logprobs", "logprob_token_ids"):
+        for name in ("stop", "logprobs", "logprob_token_ids", "structured_outputs"):
             asked.pop(name, None)
         asked.update(n=1, max_tokens=1, min_tokens=0)
+        asked["extra_args"] = {"kv_transfer_params": dict(_FOR_DECODE)}
     # Both frontends cut the text at a stop string themselves. The Rust one also cancels the
     # request; the vLLM-processor one (Dynamo 1.6.1) waits for the engine to end, and counts all
     # that it generates. So the engine stops there too, for which it has to make text.
@@ -250,10 +300,31 @@ def _sampling_params(
             **params,
             detokenize=needs_text and context.has_tokenizer,
             output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,  # made for this request alone
+            # A shallow clone does, for `_known_params` too: what vLLM (0.31.0) changes in the
+            # lists and sets of a clone depends on these options and the engine alone.
+            skip_clone=True,
         )
     except (VLLMClientError, TypeError, ValueError) as error:
         raise RequestError(str(error)) from error
+
+
+def check_split(n: int, prompt_logprobs: int | None) -> None:
+    """Refuse what cannot be had where one worker computes the prompt and another the answer.
+
+    Raises:
+        UnsupportedOptionError: the client asked for it.
+    """
+    if n != 1:
+        # NIXL's connector (vLLM 0.31.0) gives up the prompt's KV once the first choice has it,
+        # and would read whatever comes there next for the others.
+        raise UnsupportedOptionError(
+            f"n={n} cannot be honoured by prefill and decode workers; send {n} requests"
+        )
+    if prompt_logprobs is not None:
+        raise UnsupportedOptionError(
+            "prompt_logprobs cannot be honoured by prefill and decode workers: the one that "
+            "answers does not compute the prompt"
+        )
 
 
 def _check_bad_words(asked: Mapping[str, Any], vocab_size: int) -> None:
@@ -272,84 +343,17 @@ def _check_bad_words(asked: Mapping[str, Any], vocab_size: int) -> None:
             )
 
 
-_CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "structural_tag")
-
-
 def _structured_outputs(
     guided: Mapping[str, Any], engine_backend: str
 ) -> StructuredOutputsParams | None:
     """Guided decoding: exactly one constraint. vLLM compiles it later and refuses a bad one."""
-    given = {name: value for name, value in guided.items() if value is not None}
-    if not given:
+    found = shared.constraint(guided, "vLLM", engine_backend)
+    if found is None:
         return None
-    backend = given.pop("backend", None)
-    if backend not in (None, "auto", engine_backend):
-        raise UnsupportedOptionError(
-            f"guided_decoding.backend={options.short(backend)} cannot be honoured: vLLM has no "
-            f"choice of backend for one request; this engine runs with {engine_backend!r}"
-        )
-    for name in given:
-        if name not in _CONSTRAINTS:
-            # whitespace_pattern among them: vLLM 0.31 has the field, but no backend reads it.
-            raise UnsupportedOptionError(f"guided_decoding.{name} cannot be honoured by vLLM")
-    if len(given) != 1:
-        raise RequestError(
-            f"guided decoding takes exactly one of {', '.join(_CONSTRAINTS)}; "
-            f"got {', '.join(given) or 'none'}"
-        )
-    ((name, value),) = given.items()
-    where = f"guided_decoding.{name}"
-    if name == "choice":
-        value = options.texts(where, value)
-    elif name in ("regex", "grammar"):
-        value = options.text(where, value)
-    elif not isinstance(value, str):
-        value = options.obj(where, value)
-    if name == "json":
-        try:
-            # A schema that refers to itself without end hangs the grammar compiler.
-            reject_nonprogressing_guided_json_ref_cycles(value)
-        except HttpError as error:
-            raise RequestError(f"{where}: {error.message}") from error
+    name, value = found
     if name == "structural_tag" and not isinstance(value, str):
         value = json.dumps(value)
     try:
         return StructuredOutputsParams(**{name: value})
     except (VLLMClientError, TypeError, ValueError) as error:
-        raise RequestError(f"{where}: {error}") from error
-
-
-def _cache_salt(
-    request: Mapping[str, Any], extra: Mapping[str, Any], routing: Mapping[str, Any]
-) -> str | None:
-    for source in (routing, options.section(extra, "nvext"), options.section(request, "nvext")):
-        if salt := source.get("cache_salt"):
-            return CACHE_SALT_PREFIX + options.text("cache_salt", salt)
-    return None
-
-
-def _dp_rank(routing: Mapping[str, Any], context: SamplingContext) -> int | None:
-    if (rank := routing.get("dp_rank")) is None:
-        return None
-    local = options.integer("dp_rank", rank) - context.first_dp_rank
-    if not 0 <= local < context.dp_ranks:
-        last = context.first_dp_rank + context.dp_ranks - 1
-        raise UnsupportedOptionError(
-            f"dp_rank={rank}: this worker has ranks {context.first_dp_rank} to {last}"
-        )
-    return local if context.dp_ranks > 1 else None
-
-
-def _lora_name(
-    request: Mapping[str, Any], routing: Mapping[str, Any], context: SamplingContext
-) -> str | None:
-    if name := routing.get("lora_name"):
-        if name not in context.lora_names:
-            known = ", ".join(sorted(context.lora_names)) or "none"
-            raise UnsupportedOptionError(
-                f"LoRA {options.short(name)} is not loaded; loaded: {known}"
-            )
-        return str(name)
-    # The vLLM-processor frontend names the adapter only here; any other name is the base model's.
-    model = request.get("model")
-    return model if isinstance(model, str) and model in context.lora_names else None
+        raise RequestError(f"guided_decoding.{name}: {error}") from error

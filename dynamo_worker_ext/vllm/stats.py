@@ -1,4 +1,4 @@
-"""KV cache use of each rank, for the SDK's gauges and the router's idea of the load."""
+"""KV cache use of each rank, for the SDK's gauges, the router's idea of the load, and the drain."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.publisher: Any = None
+        self._held: dict[int, bool] = {}
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether any rank keeps KV that is in use: by a request, or until decode has taken it.
+
+        An engine that waits for decode keeps stepping, and with every step says what it uses.
+        """
+        return any(self._held.values())
+
+    def note(self, rank: int, kv_cache_usage: float) -> None:
+        """Remember what a rank uses, as a share of its blocks."""
+        self._held[rank] = kv_cache_usage > 0
 
     def logger(self, vllm_config: Any, rank: int = 0) -> StatLoggerBase:
         """A stat logger for one rank, in the form `AsyncLLM` asks for."""
@@ -31,7 +44,10 @@ class _Logger(StatLoggerBase):
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kw: Any) -> None:
         publisher = self._snapshots.publisher
-        if scheduler_stats is None or publisher is None:
+        if scheduler_stats is None:
+            return
+        self._snapshots.note(self._rank, scheduler_stats.kv_cache_usage)
+        if publisher is None:
             return
         blocks = self._config.cache_config.num_gpu_blocks or 0
         prefix = scheduler_stats.prefix_cache_stats

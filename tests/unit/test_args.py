@@ -9,6 +9,7 @@ import pytest
 
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.vllm.args import Config, build_parsers, parse_args
+from dynamo_worker_ext.worker.arguments import ROLES
 
 MODEL = ("--model", "some/model")
 
@@ -56,15 +57,29 @@ def test_the_served_name_is_the_model_unless_one_is_given() -> None:
     assert parse().served_names == ("some/model",)
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode", "encode"])
-def test_a_role_that_is_not_built_yet_is_refused(mode: str) -> None:
-    with pytest.raises(StartupError, match=mode):
-        parse("--disaggregation-mode", mode)
+@pytest.mark.parametrize(
+    ("mode", "component"),
+    [
+        ("agg", "backend"),
+        ("pd", "backend"),
+        ("prefill", "prefill"),
+        ("decode", "backend"),
+        ("encode", "encode"),
+    ],
+)
+def test_a_role_registers_under_a_component_of_its_own(mode: str, component: str) -> None:
+    worker = parse("--disaggregation-mode", mode).worker
+    assert worker.disaggregation_mode is ROLES[mode]
+    assert (worker.component, worker.endpoint) == (component, "generate")
+    worker = parse("--disaggregation-mode", mode, "--endpoint", "dyn://a.b.c").worker
+    assert (worker.namespace, worker.component, worker.endpoint) == ("a", "b", "c")
 
 
-def test_routing_to_an_encoder_is_refused() -> None:
-    with pytest.raises(StartupError, match="--route-to-encoder"):
-        parse("--route-to-encoder")
+def test_only_who_sees_media_first_is_routed_to_encoders() -> None:
+    assert parse("--route-to-encoder").worker.route_to_encoder
+    for mode in ("decode", "encode"):
+        with pytest.raises(StartupError, match="--route-to-encoder"):
+            parse("--route-to-encoder", "--disaggregation-mode", mode)
 
 
 @pytest.mark.parametrize("flag", ["--embedding-worker", "--headless", "--no-such-flag"])

@@ -17,7 +17,12 @@ pytest.importorskip("vllm")
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dynamo_worker_ext.errors import RequestError, UnsupportedOptionError
-from dynamo_worker_ext.vllm.sampling import EngineCall, SamplingContext, build_call
+from dynamo_worker_ext.vllm.sampling import (
+    EngineCall,
+    SamplingContext,
+    build_call,
+    continued_call,
+)
 
 DATA = Path(__file__).parent / "data" / "preprocessed"
 RECORDED: dict[str, dict[str, dict[str, Any]]] = {
@@ -237,6 +242,39 @@ def test_a_prefill_worker_draws_one_token_whatever_the_client_wants_at_least() -
     assert (result.max_tokens, result.min_tokens, result.n) == (1, 0, 1)
 
 
+def test_a_prefill_worker_leaves_to_decode_what_decode_does_again() -> None:
+    request = {
+        "sampling_options": {"guided_decoding": {"regex": "a+"}},
+        "stop_conditions": {"stop": ["end"], "max_tokens": 500},
+        "output_options": {"logprobs": 3},
+    }
+    result = build_call(request, ENGINE, first_token_only=True).sampling_params
+    assert (result.max_tokens, result.stop, result.logprobs) == (1, [], None)
+    assert result.structured_outputs is None
+    assert result.extra_args is not None
+    assert result.extra_args["kv_transfer_params"]["do_remote_decode"] is True
+
+
+@pytest.mark.parametrize(
+    "request_", [asking(n=2), asking("output_options", prompt_logprobs=0)], ids=["n", "prompt"]
+)
+def test_what_two_workers_cannot_do_together_is_refused_by_both(request_: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedOptionError, match="prefill and decode"):
+        build_call(request_, ENGINE, first_token_only=True)
+    with pytest.raises(UnsupportedOptionError, match="prefill and decode"):
+        continued_call(build_call(request_, ENGINE), {})
+
+
+def test_where_the_kv_lies_is_said_of_one_request_alone() -> None:
+    request = asking("stop_conditions", max_tokens=5)
+    shared = build_call(request, ENGINE)
+    call = continued_call(shared, {"remote_port": 1})
+    assert call.sampling_params.extra_args == {"kv_transfer_params": {"remote_port": 1}}
+    assert call.sampling_params.max_tokens == 5
+    assert shared.sampling_params.extra_args is None
+    assert build_call(request, ENGINE).sampling_params is shared.sampling_params
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -322,3 +360,60 @@ def test_a_refusal_names_the_option_and_its_value() -> None:
 )
 def test_a_value_of_a_wrong_type_or_range_is_a_clients_error(request_: dict[str, Any]) -> None:
     assert refused(request_, RequestError)
+
+
+# What was asked for before
+
+
+def test_options_of_other_types_are_not_taken_for_those_that_are_known() -> None:
+    assert params(temperature=1, n=1).temperature == 1
+    assert params(temperature=None, n=1).temperature == SamplingParams().temperature
+    refused(asking(temperature=True, n=1), RequestError)
+    refused(asking(temperature=float("nan"), n=1), RequestError)
+    refused(asking(temperature=1, n=1.0), RequestError)
+    refused(asking(temperature=1, n=2**70), RequestError)
+    refused(asking(temperature=1, n=1, seed=object()), RequestError)
+
+
+def test_each_section_counts_on_its_own() -> None:
+    one, other = asking("stop_conditions", max_tokens=5), asking("stop_conditions", max_tokens=6)
+    assert build_call(one, ENGINE).sampling_params.max_tokens == 5
+    assert build_call(other, ENGINE).sampling_params.max_tokens == 6
+    assert build_call(one, ENGINE, first_token_only=True).sampling_params.max_tokens == 1
+    assert build_call(one, ENGINE).sampling_params.max_tokens == 5
+    by_token_id = {**one, "extra_args": {"sampling_options": {"allowed_token_ids": [7]}}}
+    assert build_call(by_token_id, ENGINE).sampling_params.allowed_token_ids == [7]
+    assert build_call(one, ENGINE).sampling_params.allowed_token_ids is None
+
+
+def test_what_vllm_fills_in_for_one_request_is_not_in_the_next() -> None:
+    request = asking("stop_conditions", stop_token_ids=[9], max_tokens=None)
+    clones = []
+    for length in (10, 20):
+        clone = build_call(request, ENGINE).sampling_params.clone()
+        assert clone.max_tokens is None
+        assert clone.stop_token_ids == [9]
+        # As `InputProcessor.process_inputs` does.
+        clone.max_tokens = length
+        clone.update_from_generation_config({"eos_token_id": [5, 6]}, 5)
+        clones.append(clone)
+    assert [clone.max_tokens for clone in clones] == [10, 20]
+    assert all(set(clone.stop_token_ids) == {6, 9} for clone in clones)
+    assert all(clone.all_stop_token_ids == {5, 6, 9} for clone in clones)
+
+
+def test_constraints_are_made_for_each_request() -> None:
+    request = asking(guided_decoding={"regex": "[ab]+"})
+    one, other = (build_call(request, ENGINE).sampling_params for _ in range(2))
+    assert one.structured_outputs == other.structured_outputs
+    assert one.structured_outputs is not other.structured_outputs
+
+
+def test_not_all_that_was_ever_asked_for_is_kept() -> None:
+    context = SamplingContext()
+    for seed in range(1000):
+        build_call(asking(seed=seed), context)
+    assert 0 < len(context.known) <= 256
+    before = dict(context.known)
+    build_call(asking("stop_conditions", stop=["x" * 4000]), context)
+    assert context.known == before

@@ -21,6 +21,7 @@ import pytest_asyncio
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
+from tests.context import Context
 from tests.counted_worker import Count, counted_images
 from tests.direct import FrontendDouble, Rendered, Reply, Segments, reply_of, request
 from tests.pictures import picture
@@ -61,24 +62,6 @@ SETUPS = [
     Setup("qwen2_5_vl", "shm"),
     Setup("qwen2_5_vl", "none"),
 ]
-
-
-class Context:
-    """What a worker uses of the SDK's context."""
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        self._id = f"test-{next(self._numbers)}"
-
-    def id(self) -> str:
-        return self._id
-
-    def is_stopped(self) -> bool:
-        return False
-
-    def trace_headers(self) -> None:
-        return None
 
 
 @dataclass

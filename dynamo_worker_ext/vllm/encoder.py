@@ -1,0 +1,227 @@
+"""vLLM's vision towers for the encode worker: an engine that runs nothing but the encoder.
+
+The engine is started with ``mm_encoder_only``: the language model is neither loaded nor given a KV
+cache. Images are processed here by vLLM's own processor for the model, and the tower is called in
+the engine's workers (`dynamo_worker_ext.vllm.tower`), past its scheduler. Lives in the worker
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import msgspec
+from vllm.exceptions import VLLMClientError
+from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from dynamo_worker_ext.errors import EngineError, InvalidTransferError, StartupError
+from dynamo_worker_ext.transfer import codec
+from dynamo_worker_ext.vllm.args import Config
+from dynamo_worker_ext.vllm.ec_role import silent_producer
+from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
+from dynamo_worker_ext.vllm.tower import BATCH, EMBEDDINGS, VisionTower
+from dynamo_worker_ext.worker.encode import EncodeWorker
+from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+log = logging.getLogger(__name__)
+
+_NAME: Final = f"{VisionTower.__module__}.{VisionTower.__qualname__}"
+
+
+class _Processed(NamedTuple):
+    """One image after the model's processor.
+
+    Attributes:
+        payload: its tensors, as `codec` has them.
+        grid: [3]; None for a model without grids.
+        expansion: what it becomes in the prompt.
+        tokens: embeddings that it needs.
+    """
+
+    payload: bytes
+    grid: torch.Tensor | None
+    expansion: Expansion
+    tokens: int
+
+
+class VllmEncoder:
+    """The vision tower of one model; an `Encoder`.
+
+    Args:
+        config: the parsed command line; its engine arguments are changed.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._engine_args = config.engine_args
+        self._llm: AsyncLLM | None = None
+        self._processor: Any = None
+        self._prompt: list[int] = []
+        self._most_tokens = 0
+
+    async def start(self) -> EncoderInfo:
+        args = self._engine_args
+        if args.worker_extension_cls and args.worker_extension_cls != _NAME:
+            raise StartupError(
+                f"an encode worker has a --worker-extension-cls of its own; leave out "
+                f"{args.worker_extension_cls}"
+            )
+        args.worker_extension_cls = _NAME
+        args.mm_encoder_only = True
+        args.enable_prefix_caching = False
+        # The embedding cache is what remembers.
+        args.mm_processor_cache_gb = 0
+        args.ec_transfer_config = args.ec_transfer_config or silent_producer()
+        try:
+            vllm_config = args.create_engine_config()
+        except (ValueError, OSError) as error:
+            raise StartupError(f"vLLM refuses its arguments: {error}") from error
+        if vllm_config.model_config.multimodal_config is None:
+            raise StartupError("an encode worker needs a multimodal model")
+        # What vLLM gives its encoder at a time, and has measured its memory with.
+        self._most_tokens = vllm_config.scheduler_config.max_num_encoder_input_tokens
+        self._llm = llm = AsyncLLM.from_vllm_config(vllm_config)
+        self._processor = processor = llm.renderer.get_mm_processor()
+        allowed = processor.info.allowed_mm_limits
+        limits = {"image": allowed["image"]} if allowed.get("image") else {}
+        if limits:
+            text = processor.dummy_inputs.get_dummy_text({"image": 1})
+            tokenizer = processor.info.get_tokenizer()
+            self._prompt = list(tokenizer.encode(text, add_special_tokens=False))
+        return EncoderInfo(
+            engine_version=importlib.metadata.version("vllm"),
+            limits=limits,  # type: ignore[arg-type]
+            context_length=vllm_config.model_config.max_model_len,
+            block_size=vllm_config.cache_config.block_size,
+            probe_tokens=self._prompt,
+        )
+
+    async def encode(
+        self, images: Sequence[Image], processor_kwargs: Mapping[str, Any] | None
+    ) -> list[Encoded]:
+        llm = self._llm
+        if llm is None:
+            raise EngineError("the encoder is not running")
+        loop = asyncio.get_running_loop()
+        try:
+            processed = await loop.run_in_executor(
+                llm.renderer._mm_executor,
+                lambda: [self._process(image, processor_kwargs) for image in images],
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise as_ours(error) from error
+        found: list[Encoded] = []
+        for batch in _batches(processed, self._most_tokens):
+            embeddings = await self._run_tower(llm, batch)
+            found += [
+                Encoded("image", embeddings[i], one.grid, one.expansion)
+                for i, one in enumerate(batch)
+            ]
+        return found
+
+    async def _run_tower(self, llm: AsyncLLM, batch: Sequence[_Processed]) -> list[torch.Tensor]:
+        payload = msgspec.msgpack.encode([one.payload for one in batch])
+        try:
+            results = await llm.collective_rpc("dwe_encode", args=("image", payload))
+        except ENGINE_ERRORS as error:
+            raise as_ours(error) from error
+        except Exception as error:  # vLLM (0.31.0) has no other type for a call that failed
+            raise EngineError(f"the vision tower failed: {error}") from error
+        return _read(results[0], batch)
+
+    def is_dead(self) -> bool:
+        return self._llm is not None and self._llm.errored
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown)
+
+    def _process(self, image: Image, options: Mapping[str, Any] | None) -> _Processed:
+        """Have the model's processor make one item. On the renderer's thread."""
+        output = self._processor.apply(
+            ProcessorInputs(
+                prompt=list(self._prompt),
+                mm_data_items=self._processor.info.parse_mm_data({"image": [image]}),
+                hf_processor_mm_kwargs=dict(options or {}),
+            ),
+            TimingContext(enabled=False),
+        )
+        (item,) = output["mm_kwargs"]["image"]
+        (where,) = output["mm_placeholders"]["image"]
+        grid = item["image_grid_thw"].data if "image_grid_thw" in item else None
+        return _Processed(
+            payload=b"".join(codec.frame(MsgpackEncoder().encode(item))),
+            grid=None if grid is None else grid.flatten().long(),
+            expansion=_expansion(self._prompt, output["prompt_token_ids"], where),
+            tokens=where.get_num_embeds(),
+        )
+
+
+def _batches(processed: Sequence[_Processed], most_tokens: int) -> Iterator[list[_Processed]]:
+    """The same in order, in parts of so many tokens at most; an item is never divided."""
+    batch: list[_Processed] = []
+    for one in processed:
+        if batch and sum(other.tokens for other in batch) + one.tokens > most_tokens:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _expansion(before: Sequence[int], after: Sequence[int], where: Any) -> Expansion:
+    """What the one item of a prompt replaced, and by what."""
+    first, behind = where.offset, where.offset + where.length
+    width = len(before) - (len(after) - where.length)
+    if (
+        width < 1
+        or list(before[:first]) != list(after[:first])
+        or list(before[first + width :]) != list(after[behind:])
+    ):
+        raise EngineError("this model's processor does not replace a placeholder by the image")
+    runs = tuple((token, len(list(run))) for token, run in groupby(after[first:behind]))
+    return Expansion(tuple(before[first : first + width]), runs)
+
+
+def _read(result: bytes, processed: Sequence[_Processed]) -> list[torch.Tensor]:
+    """The embeddings of a batch, which are as many as its placeholders have room for."""
+    try:
+        found = [codec.decode(memoryview(bytearray(one))) for one in BATCH.decode(result)]
+        embeddings = [item.fields[EMBEDDINGS].data for item in found]
+    except (msgspec.MsgspecError, InvalidTransferError, KeyError) as error:
+        raise EngineError(f"the vision tower's answer is malformed: {error}") from error
+    shapes = [tuple(getattr(one, "shape", ())) for one in embeddings]
+    wanted = [one.tokens for one in processed]
+    if [shape[0] for shape in shapes if len(shape) == 2] != wanted:
+        raise EngineError(f"the vision tower gave {shapes} for images of {wanted} tokens")
+    return cast("list[torch.Tensor]", embeddings)
+
+
+class VllmEncodeWorker(EncodeWorker):
+    """Serves the vision tower of one vLLM engine.
+
+    Args:
+        config: the parsed command line.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, VllmEncoder(config), "vllm")
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[VllmEncodeWorker, Any]:
+        from dynamo_worker_ext.vllm.args import parse_args
+
+        config = parse_args(argv)
+        return cls(config), config.worker
