@@ -1,0 +1,1 @@
+"""The SGLang worker. The only place that imports sglang."""

@@ -1,0 +1,170 @@
+"""SGLang's vision towers for the encode worker: its `MMEncoder`, which loads nothing else.
+
+The language model is not loaded. `MMEncoder` is made for servers of its own; of it only two steps
+are used here, the processor and the tower. Both run on a thread with an event loop of its own,
+because the second blocks it. Lives in the worker process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import sglang
+import torch
+from sglang.srt.disaggregation.encoder.server import MMEncoder, MMError
+from sglang.srt.managers.schedule_batch import Modality as EngineModality
+from sglang.srt.runtime_context import publish
+
+from dynamo_worker_ext.errors import (
+    EngineError,
+    RequestError,
+    StartupError,
+    UnsupportedOptionError,
+)
+from dynamo_worker_ext.sglang.args import Config
+from dynamo_worker_ext.sglang.features import FAMILIES
+from dynamo_worker_ext.wire.types import MAX_ITEMS
+from dynamo_worker_ext.worker.encode import EncodeWorker
+from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_T = TypeVar("_T")
+
+#: Seconds that the thread gets to end.
+_END_S: Final = 10.0
+
+
+class SglangEncoder:
+    """The vision tower of one model; an `Encoder`.
+
+    Args:
+        config: the parsed command line.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="sglang-encoder", daemon=True)
+        self._encoder: Any = None
+        self._token = -1
+
+    async def start(self) -> EncoderInfo:
+        server_args = self._config.server_args(encoder_only=True)
+        self._thread.start()
+        return await self._on_thread(self._load(server_args))
+
+    async def encode(
+        self, images: Sequence[Image], processor_kwargs: Mapping[str, Any] | None
+    ) -> list[Encoded]:
+        if processor_kwargs:
+            raise UnsupportedOptionError(
+                "mm_processor_kwargs cannot be honoured by SGLang; leave them out"
+            )
+        if self._encoder is None:
+            raise EngineError("the encoder is not running")
+        return await self._on_thread(self._encode(list(images)))
+
+    def is_dead(self) -> bool:
+        return self._encoder is not None and not self._thread.is_alive()
+
+    async def close(self) -> None:
+        self._encoder = None
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            await asyncio.to_thread(self._thread.join, _END_S)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    # On the thread.
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _on_thread(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _load(self, server_args: Any) -> EncoderInfo:
+        publish(server_args, role="encoder")
+        try:
+            # Of one process: the group has nobody else to be found by.
+            encoder = MMEncoder(server_args=server_args, dist_init_method="tcp://127.0.0.1:0")
+        except (ValueError, RuntimeError, OSError, AssertionError) as error:
+            raise StartupError(f"SGLang's encoder did not start: {error}") from error
+        config = encoder.model_config
+        family = config.hf_config.model_type
+        if family not in FAMILIES:
+            raise StartupError(
+                f"this encode worker does not know how prompts of model type {family!r} name their "
+                f"images; it knows {', '.join(FAMILIES)}"
+            )
+        self._token = int(config.hf_config.image_token_id)
+        self._encoder = encoder
+        limit = (server_args.limit_mm_data_per_request or {}).get("image", MAX_ITEMS)
+        return EncoderInfo(
+            engine_version=sglang.__version__,
+            limits={"image": limit} if limit else {},
+            context_length=config.context_len,
+            block_size=server_args.page_size or 1,
+            probe_tokens=(self._token,),
+        )
+
+    async def _encode(self, images: list[Image]) -> list[Encoded]:
+        encoder = self._encoder
+        request = {
+            "req_id": uuid.uuid4().hex,
+            "num_parts": 1,
+            "part_idx": 0,
+            "mm_items": images,
+            "hashes": None,
+        }
+        try:
+            context = await encoder._prepare_encode_context(
+                [request], EngineModality.IMAGE, use_global_cache=False
+            )
+            embeddings = await encoder._compute_embedding(context, keep_on_gpu=False)
+        except MMError as error:
+            if 400 <= int(error.code) < 500:
+                raise RequestError(str(error)) from error
+            raise EngineError(f"SGLang's encoder failed: {error}") from error
+        counts = [int(count) for count in context.preprocess_result.token_counts]
+        grids = torch.as_tensor(context.preprocess_result.grid_thw, dtype=torch.int64).cpu()
+        if embeddings is None or len(counts) != len(images) or embeddings.shape[0] != sum(counts):
+            raise EngineError(
+                f"SGLang's encoder made {'nothing' if embeddings is None else embeddings.shape[0]} "
+                f"of {len(images)} image(s) that need {counts} tokens"
+            )
+        return [
+            Encoded(
+                "image",
+                # A copy: the parts would keep the whole batch in memory.
+                part.clone(memory_format=torch.contiguous_format),
+                grid,
+                Expansion((self._token,), ((self._token, len(part)),)),
+            )
+            for part, grid in zip(embeddings.split(counts), grids, strict=True)
+        ]
+
+
+class SglangEncodeWorker(EncodeWorker):
+    """Serves the vision tower of one SGLang model.
+
+    Args:
+        config: the parsed command line.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, SglangEncoder(config), "sglang")
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[SglangEncodeWorker, Any]:
+        from dynamo_worker_ext.sglang.args import parse_args
+
+        config = parse_args(argv)
+        return cls(config), config.worker
