@@ -1,0 +1,110 @@
+"""Every family that the engines load on a CPU is exact, by the command that operators run.
+
+vLLM loads all of tinyvlm's; Phi-3-vision with weights that it draws itself, because its vision
+tower has a fixed size. SGLang 0.5.21 loads the Qwen-VL families: LLaVA-1.5 fails in its model class
+("'Conv2d' object has no attribute 'num_embeddings'"), LLaVA-NeXT in its processor (token ids where
+transformers wants text), and it has no Phi-3-vision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("dynamo.llm")
+
+from tests.engines import BLOCK, ENGINES, ROOT
+from tests.model_folders import variant
+from tests.stack import BASE_ENV
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+TinyModel = Callable[[str], Path]
+
+CASES = [
+    ("vllm", "qwen2_vl", "pad_value", 3),
+    ("vllm", "qwen2_5_vl", "block_mm_infos", 3),
+    ("vllm", "qwen3_vl", "pad_value", 3),
+    ("vllm", "llava", "pad_value", 3),
+    ("vllm", "llava_next", "pad_value", 3),
+    ("vllm", "phi3_v", "pad_value", 2),
+    ("sglang", "qwen2_vl", "pad_value", 3),
+    ("sglang", "qwen2_5_vl", "pad_value", 3),
+    ("sglang", "qwen3_vl", "pad_value", 3),
+]
+
+
+def parity(
+    name: str,
+    model: Path,
+    out: Path,
+    *args: str,
+    module: str = "dynamo_worker_ext.parity",
+    engine_args: tuple[str, ...] = (),
+    **env: str,
+) -> tuple[int, str]:
+    """Run the command: its exit status and what it printed."""
+    engine, log = ENGINES[name], out / "log"
+    command = [engine.python, "-m", module, "--model", model, "--engine", name]
+    with log.open("w") as errors:
+        done = subprocess.run(
+            [*command, *args, "--", *engine.args(BLOCK), *engine_args],
+            env={
+                **os.environ,
+                **BASE_ENV,
+                **engine.env,
+                "VLLM_CPU_OMP_THREADS_BIND": "0",
+                "HF_MODULES_CACHE": str(out / "modules"),
+                **env,
+            },
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+    assert done.returncode in (0, 1), log.read_text()[-4000:]
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(("engine", "family", "mode", "images"), CASES)
+def test_a_family_is_exact(
+    tiny_model: TinyModel, tmp_path: Path, engine: str, family: str, mode: str, images: int
+) -> None:
+    model = tiny_model(family)
+    own: tuple[str, ...] = ()
+    if family == "phi3_v":
+        # The real ones have a window, as long as their context.
+        model = variant(model, tmp_path / family, config=lambda c: c.update(sliding_window=32768))
+        own = ("--load-format", "dummy", "--trust-remote-code")
+    options = ["--mode", mode, "--images", str(images), "--json"]
+    status, out = parity(engine, model, tmp_path, *options, engine_args=own)
+    report = json.loads(out)
+    wrong = [one for one in report["verdicts"] if one["by_processor"] or one["by_files"] != ""]
+    assert wrong == []
+    assert len(report["verdicts"]) == {2: 7, 3: 10}[images]
+    assert (status, report["exact"], report["files"]) == (0, True, "")
+
+
+def test_a_worker_that_publishes_other_pads_is_found_out(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    switch = tmp_path / "broken"
+    switch.write_text("other_pads")
+    status, out = parity(
+        "vllm", tiny_model("qwen2_5_vl"), tmp_path, "--images", "1", module="tests.broken_parity",
+        BROKEN_NORMALIZER=str(switch),
+    )  # fmt: skip
+    assert status == 1
+    assert out.splitlines()[-1] == "not exact, 1 of 3"
+    found = re.search(r"token \d+: a frontend has (\d+), the worker published (\d+)", out)
+    assert found is not None
+    assert int(found[2]) == int(found[1]) + 1
