@@ -1,9 +1,11 @@
 # shellcheck shell=bash disable=SC2034 # some of these are read by the scripts only
 # What the launch scripts share; sourced, never run. Needs bash 4.4, Linux, coreutils, util-linux.
 #
-# Everything that is started here has a session of its own. Whatever ends the script (the end, an
-# error, Ctrl-C, TERM) ends those sessions: TERM to each main process, so that it can drain, and
-# KILL to what is left of its session. Progress goes to stderr; stdout is left to results.
+# Everything that is started here has a process group of its own. Whatever ends the script (the end,
+# an error, Ctrl-C, TERM) ends those groups: TERM to each main process, so that it can drain, and
+# KILL to what is left of its group. Not sessions: where the kernel schedules by session
+# (sched_autogroup_enabled), an engine that spins keeps all others from running for seconds.
+# Progress goes to stderr; stdout is left to results.
 
 set -euo pipefail
 shopt -s inherit_errexit
@@ -105,6 +107,32 @@ export_private_tmp() {
 # Whether there is a GPU that can be used.
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
+# use_tiny_model ENGINE: make what is missing of the environment and of a tiny random model. Sets
+# TINY_MODEL, and TINY_ARGS: the engine's arguments for it on a CPU.
+use_tiny_model() {
+    local family=qwen2_5_vl python=${DWE_PYTHON:-${DWE_VENV_DIR:-$REPO/.venv}/vllm/bin/python}
+    case $1 in
+    vllm)
+        TINY_ARGS=(--dtype float32 --enforce-eager --max-model-len 8192 --block-size 32 --seed 0
+            --skip-mm-profiling --limit-mm-per-prompt '{"image":2,"video":0}')
+        ;;
+    sglang)
+        TINY_ARGS=(--dtype float32 --context-length 8192 --page-size 32 --random-seed 0
+            --max-total-tokens 32768 --limit-mm-data-per-request '{"image":2,"video":0}')
+        [[ -n ${DWE_SGLANG_PYTHON:-} ]] || "$REPO/launch/setup.sh" sglang >&2
+        ;;
+    *) fail "--engine $1: there are tiny models for vllm and sglang" ;;
+    esac
+    [[ -n ${DWE_PYTHON:-} ]] || "$REPO/launch/setup.sh" vllm >&2
+    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+    TINY_MODEL=$REPO/models/tiny-$family
+    if [[ ! -f $TINY_MODEL/config.json || -n $(find "$REPO/dynamo_worker_ext/tinyvlm" -name '*.py' -newer "$TINY_MODEL/config.json") ]]; then
+        say "making a tiny $family in ${TINY_MODEL#"$REPO"/}"
+        mkdir -p "$REPO/models"
+        "$python" -m dynamo_worker_ext.tinyvlm --family "$family" --out "$TINY_MODEL" >&2
+    fi
+}
+
 # cores_of I N: the share of the I-th of N workers of the CPUs that this process may use, as vLLM
 # takes it. Engines that spin on the same cores starve each other.
 cores_of() {
@@ -177,13 +205,15 @@ prepare_run() {
     trap '_on_signal HUP 129' HUP
 }
 
-# start NAME LOG PROBE [VAR=VALUE]... COMMAND...: in a session of its own, output to LOG. PROBE is
-# the command that succeeds when it is ready; see wait_ready.
+# start NAME LOG PROBE [VAR=VALUE]... COMMAND...: in a process group of its own, output to LOG. PROBE
+# is the command that succeeds when it is ready; see wait_ready.
 start() {
     local name=$1 log=$2 probe=$3
     shift 3
-    # A child of a shell without job control leads no group, so setsid does not fork: $! is it.
-    setsid env "$@" </dev/null >"$log" 2>&1 {ERR}>&- &
+    # Job control makes a child the leader of a group.
+    set -m
+    env "$@" </dev/null >"$log" 2>&1 {ERR}>&- &
+    set +m
     PROC_NAME+=("$name") PROC_PID+=("$!") PROC_LOG+=("$log") PROC_PROBE+=("$probe")
 }
 
@@ -286,7 +316,7 @@ _reap() {
     _status "$i"
     say "$RED${PROC_NAME[$i]} ended with status $ENDED_STATUS$PLAIN; its log is ${PROC_LOG[$i]}"
     _note_segments
-    _end_sessions "$pid"
+    _end_groups "$pid"
     unset "PROC_PID[$i]"
 }
 
@@ -326,7 +356,7 @@ _stop_all() {
     done
     for i in "${!PROC_PID[@]}"; do [[ ${PROC_NAME[$i]} != frontend* ]] || _await_end "$i" $((SECONDS + 15)); done
     _note_segments
-    _end_sessions "${pids[@]}" "${PROC_PID[@]}"
+    _end_groups "${pids[@]}" "${PROC_PID[@]}"
     _remove_segments
     ((${#PROC_PID[@]} == 0)) || say "$SCRIPT: everything is stopped (after $(seconds_text $((SECONDS - begin))))"
 }
@@ -343,22 +373,22 @@ _await_end() {
     _clear_line
 }
 
-# _members PID...: every process in the sessions that these lead or led.
+# _members PID...: every process in the groups that these lead or led.
 _members() {
     local file line fields
     for file in /proc/[0-9]*/stat; do
         { read -r line <"$file"; } 2>/dev/null || continue
         read -ra fields <<<"${line##*) }" # state, parent, group, session, ...
-        [[ ${fields[0]} != [ZX] && " $* " == *" ${fields[3]} "* ]] && echo "${line%% *}"
+        [[ ${fields[0]} != [ZX] && " $* " == *" ${fields[2]} "* ]] && echo "${line%% *}"
     done
     return 0
 }
 
 # A main process that has ended may have helpers that are tidying up (Python's resource tracker);
 # they get three seconds.
-_end_sessions() {
+_end_groups() {
     local pid left tries
-    for pid in "$@"; do # not yet in a session of its own, or too late to be asked
+    for pid in "$@"; do # not yet in a group of its own, or too late to be asked
         kill -KILL "$pid" 2>/dev/null || true
     done
     for ((tries = 0; tries < 50; tries++)); do

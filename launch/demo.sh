@@ -7,13 +7,15 @@ usage() {
     cat <<'HELP'
 usage: launch/demo.sh [options]
 
-Makes the environment if it is not there (launch/setup.sh vllm), makes a tiny random Qwen2.5-VL,
-starts two vLLM workers behind Dynamo's frontend with KV-aware routing, sends text and images, each
+Makes the environment if it is not there (launch/setup.sh), makes a tiny random Qwen2.5-VL,
+starts two workers behind Dynamo's frontend with KV-aware routing, sends text and images, each
 twice, shows what became of them, checks that it is as it must be, and stops everything. On two
 cores that takes about a minute once the environment is there. It needs neither a GPU nor a network
 then, and every socket is on loopback.
 
 options:
+  --engine vllm|sglang  whose workers (default: vllm); in front of SGLang's the frontend still runs
+                        in vLLM's environment, so that both are made
   --frontend vllm|rust  who pre-processes images: the frontend with vLLM's processor, or the
                         workers (default: vllm)
   --serve               stay after that, and print a curl command to try; Ctrl-C stops
@@ -29,18 +31,22 @@ stopped by signal N before that was known
 HELP
 }
 
-FRONTEND=vllm SERVE="" HTTP_PORT=0 CLIENT=()
+ENGINE=vllm FRONTEND=vllm SERVE="" HTTP_PORT=0 CLIENT=(--block-size 32)
 while (($#)); do
     case $1 in
-    --frontend=* | --http-port=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
+    --engine=* | --frontend=* | --http-port=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     esac
     case $1 in
     -h | --help) usage; exit 0 ;;
     --serve) SERVE=yes ;;
     --json) CLIENT+=(--json) ;;
-    --frontend | --http-port)
+    --engine | --frontend | --http-port)
         (($# > 1)) || { say "$SCRIPT: $1 needs a value (--help)"; exit 2; }
-        if [[ $1 == --frontend ]]; then FRONTEND=$2; else HTTP_PORT=$2; fi
+        case $1 in
+        --engine) ENGINE=$2 ;;
+        --frontend) FRONTEND=$2 ;;
+        *) HTTP_PORT=$2 ;;
+        esac
         shift
         ;;
     *) say "$SCRIPT: unknown argument: $1 (--help lists what there is)"; exit 2 ;;
@@ -79,24 +85,14 @@ trap 'on_signal 129' HUP
 PYTHON=${DWE_PYTHON:-${DWE_VENV_DIR:-$REPO/.venv}/vllm/bin/python}
 [[ -n ${DWE_PYTHON:-} ]] || "$REPO/launch/setup.sh" vllm >&2
 
-FAMILY=qwen2_5_vl
-MODEL=$REPO/models/tiny-$FAMILY
-if [[ ! -f $MODEL/config.json || -n $(find "$REPO/dynamo_worker_ext/tinyvlm" -name '*.py' -newer "$MODEL/config.json") ]]; then
-    say "making a tiny $FAMILY in ${MODEL#"$REPO"/}"
-    mkdir -p "$REPO/models"
-    "$PYTHON" -m dynamo_worker_ext.tinyvlm --family "$FAMILY" --out "$MODEL" >&2
-fi
-
 LOG_DIR=$REPO/logs/demo-$(date +%Y%m%d-%H%M%S)-$$
 READY=$LOG_DIR/ready.json
 mkdir -p "$LOG_DIR"
 # In the background it does not see Ctrl-C; it is told by on_exit.
-VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} "$REPO/launch/agg_multimodal_router.sh" \
-    --model "$MODEL" --served-model-name tiny --workers 2 --cpu --frontend "$FRONTEND" \
+"$REPO/launch/agg_multimodal_router.sh" \
+    --tiny --engine "$ENGINE" --workers 2 --frontend "$FRONTEND" \
     --http-port "$HTTP_PORT" --log-dir "$LOG_DIR" --ready-file "$READY" \
-    --start-timeout 300 --drain-timeout 5 --stop-with $$ -- \
-    --dtype float32 --enforce-eager --max-model-len 8192 --block-size 32 --seed 0 \
-    --skip-mm-profiling --limit-mm-per-prompt '{"image":2,"video":0}' </dev/null >&2 {ERR}>&- &
+    --start-timeout 300 --drain-timeout 5 --stop-with $$ </dev/null >&2 {ERR}>&- &
 STACK=$!
 
 until [[ -f $READY ]]; do

@@ -30,7 +30,7 @@ REQUESTS = "dynamo_worker_ext_requests_total"
 RECEIVED = "dynamo_worker_ext_mm_received_bytes_total"
 KV_EVENTS = "dynamo_worker_ext_kv_events_total"
 
-_SAMPLE = re.compile(r"^(\w+|vllm:\w+)(?:\{(.*)\})? ([^ ]+)$")
+_SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? ([^ ]+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -70,19 +70,13 @@ class Deployment:
     transfer: str
     workers: dict[str, str]
     """Name -> URL of its metrics."""
-    block_size: int = 0
+    block_size: int
 
     @classmethod
-    def read(cls, path: Path) -> Deployment:
+    def read(cls, path: Path, block_size: int) -> Deployment:
         ready = json.loads(path.read_text())
         workers = {worker["name"]: worker["url"] for worker in ready["workers"]}
-        self = cls(ready["url"], ready["model"], ready["mm_transfer"], workers)
-        for sample in metrics(next(iter(workers.values()))):
-            if sample.name == "vllm:cache_config_info":
-                self.block_size = int(sample.labels["block_size"])
-        if not self.block_size:
-            sys.exit("demo: the worker's metrics do not tell its block size")
-        return self
+        return cls(ready["url"], ready["model"], ready["mm_transfer"], workers, block_size)
 
     def snapshot(self) -> tuple[dict[str, list[Sample]], float]:
         """The workers' counters, and tokens that the router found cached where it sent requests."""
@@ -403,10 +397,11 @@ def main() -> int:
     parser.add_argument(
         "--ready", type=Path, required=True, help="the ready file of agg_multimodal_router.sh"
     )
+    parser.add_argument("--block-size", type=int, required=True, help="tokens of a KV block")
     parser.add_argument("--json", action="store_true", help="print the table as JSON on stdout")
     parser.add_argument("--curl", action="store_true", help="print a curl command at the end")
     args = parser.parse_args()
-    deployment = Deployment.read(args.ready)
+    deployment = Deployment.read(args.ready, args.block_size)
     report = run(deployment)
     if args.json:
         print(json.dumps(as_json(report, deployment), indent=2), flush=True)

@@ -24,6 +24,8 @@ options:
   --gpu                  for a machine with GPUs: let pip resolve this package's extras
                          [ENGINE,nixl,dev] instead of the CPU lists, without the CPU helpers.
                          Not tested by this project's own checks, which run on CPUs.
+  --patch                also apply this package's patches to the engine, all of them or none (as
+                         "python -m dynamo_worker_ext.patching apply"); "revert" takes them back
   --force                install again even if everything is up to date
   -h, --help             this text
 
@@ -156,7 +158,7 @@ helpers_of() {
     echo "$HELPERS/torchvision_shim"
     case $1 in
     vllm) printf "%s\n" "$HELPERS/vllm_metadata" "$HELPERS/amx_permission" ;;
-    sglang) echo "$HELPERS/sgl_kernel_stand_in" ;;
+    sglang) printf "%s\n" "$HELPERS/sgl_kernel_stand_in" "$HELPERS/nixl_dram" ;;
     esac
 }
 
@@ -241,6 +243,7 @@ refuse_other_mode() {
 ENGINES=()
 MODE=cpu
 FORCE=""
+PATCH=""
 PIP_OPTIONS=(--disable-pip-version-check --no-input)
 while (($#)); do
     case $1 in
@@ -248,6 +251,7 @@ while (($#)); do
     all) ENGINES+=(vllm sglang) ;;
     --gpu) MODE=gpu ;;
     --force) FORCE=yes ;;
+    --patch) PATCH=yes ;;
     --torch-find-links)
         (($# > 1)) || die "--torch-find-links needs a directory or page"
         PIP_OPTIONS+=(--find-links "$2")
@@ -273,4 +277,7 @@ if ! flock -n 9; then
     say "another launch/setup.sh is at work in $VENVS; waiting for it"
     flock 9
 fi
-for engine in "${ENGINES[@]}"; do set_up "$engine"; done
+for engine in "${ENGINES[@]}"; do
+    set_up "$engine"
+    [[ -z $PATCH ]] || "$VENVS/$engine/bin/python" -m dynamo_worker_ext.patching apply --engine "$engine"
+done

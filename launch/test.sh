@@ -7,29 +7,29 @@ usage() {
     cat <<'HELP'
 usage: launch/test.sh [--fast] [-- PYTEST-ARGUMENT...]
 
-Brings .venv/vllm up to date (launch/setup.sh vllm, with the development tools), then runs ruff,
+Brings .venv/vllm and .venv/sglang up to date (launch/setup.sh all), then runs ruff,
 ruff format --check, shellcheck if it is installed, mypy and pytest, all of them even if one fails,
 and looks for processes and shared-memory segments that were left behind. Benchmarks (marker bench)
 are left out. The last line is pytest's summary.
 
 options:
-  --fast       leave out the tests that start an engine (marker engine)
+  --fast       leave out the tests that start an engine (marker engine), and .venv/sglang
   --           what follows goes to pytest, for example: launch/test.sh -- -x tests/unit
   -h, --help   this text
 
-environment: DWE_VENV_DIR, DWE_PYTHON as for launch/agg_multimodal_router.sh; with DWE_PYTHON
-nothing is set up.
+environment: DWE_VENV_DIR, DWE_PYTHON, DWE_SGLANG_PYTHON as for launch/agg_multimodal_router.sh;
+with DWE_PYTHON nothing is set up.
 
 exit status: 0 all is well; 1 something is not, which is said; 2 wrong usage
 HELP
 }
 
-MARKERS="not bench"
+MARKERS="not bench" SETUP=all
 PYTEST=()
 while (($#)); do
     case $1 in
     -h | --help) usage; exit 0 ;;
-    --fast) MARKERS="not bench and not engine" ;;
+    --fast) MARKERS="not bench and not engine" SETUP=vllm ;;
     --) shift; PYTEST=("$@"); break ;;
     *) say "$SCRIPT: unknown argument: $1 (pytest's go after --; --help lists what there is)"; exit 2 ;;
     esac
@@ -39,6 +39,7 @@ done
 exec 2>&1 {ERR}>&1 # one stream, in order
 cd "$REPO"
 PYTHON=${DWE_PYTHON:-${DWE_VENV_DIR:-$REPO/.venv}/vllm/bin/python}
+export DWE_SGLANG_PYTHON=${DWE_SGLANG_PYTHON:-${DWE_VENV_DIR:-$REPO/.venv}/sglang/bin/python}
 SUMMARY="0 passed, 1 failed"
 FAILED=()
 OUTPUT=$(mktemp "${TMPDIR:-/tmp}/dwe-test.XXXXXX")
@@ -123,7 +124,7 @@ nothing_is_left() {
 
 SHM_BEFORE=" $(_names_in "$SHM") "
 if [[ -z ${DWE_PYTHON:-} ]]; then
-    section "environment" "$REPO/launch/setup.sh" vllm
+    section "environment" "$REPO/launch/setup.sh" "$SETUP"
     ((${#FAILED[@]} == 0)) || finish
 fi
 section "ruff" "$PYTHON" -m ruff check .
