@@ -26,6 +26,15 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "normal"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ucx_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep UCX's shared-memory files out of /dev/shm.
+
+    UCX unlinks each as soon as it is made; one of a process that a test kills in between stays.
+    """
+    os.environ["UCX_POSIX_DIR"] = str(tmp_path_factory.mktemp("ucx"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Makes a tiny random model of a family, once a session."""

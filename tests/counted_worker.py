@@ -1,22 +1,31 @@
-"""``python -m tests.counted_worker``: our vLLM worker, with two series more on ``/metrics``.
+"""``python -m tests.counted_worker ENGINE``: our worker, with a few series more on ``/metrics``.
 
-``vllm:test_processed_images_total`` counts images that the Hugging Face image processor was given
-in the worker process, ``vllm:test_requests_with_raw_media_total`` requests that carried raw media.
-Nothing else is changed.
+``ENGINE:test_processed_images_total`` counts images that the Hugging Face image processor was
+given in the worker process, ``ENGINE:test_requests_with_raw_media_total`` requests that carried
+raw media; for SGLang ``sglang:test_running_requests`` says what its scheduler works on. Nothing
+else is changed.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import REGISTRY, Metric
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-PROCESSED = "vllm:test_processed_images_total"
-WITH_RAW = "vllm:test_requests_with_raw_media_total"
+# Here, so that the engine's processes have it too: they import what their parent was started with.
+if importlib.util.find_spec("dwe_nixl_dram"):
+    importlib.import_module("dwe_nixl_dram")
+
+RUNNING = "sglang:test_running_requests"
+PROCESSED = ":test_processed_images_total"
+WITH_RAW = ":test_requests_with_raw_media_total"
 
 
 class Count:
@@ -43,11 +52,11 @@ class Count:
 
 
 @contextmanager
-def counted_images() -> Iterator[Count]:
+def counted_images(engine: str = "vllm") -> Iterator[Count]:
     """Wrap the image processor of every model in this process, and show the count."""
     from transformers.image_processing_utils import BaseImageProcessor
 
-    processed = Count(PROCESSED)
+    processed = Count(engine + PROCESSED)
     original = BaseImageProcessor.__call__
 
     def counted(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,11 +72,11 @@ def counted_images() -> Iterator[Count]:
         BaseImageProcessor.__call__ = original
 
 
-def count_raw_requests() -> None:
+def count_raw_requests(engine: str) -> None:
     """Show how many requests of this process carried raw media."""
     from dynamo_worker_ext import wire
 
-    with_raw, parse = Count(WITH_RAW), wire.parse
+    with_raw, parse = Count(engine + WITH_RAW), wire.parse
 
     def counted(*args: Any, **kwargs: Any) -> wire.MediaRequest:
         request = parse(*args, **kwargs)
@@ -78,9 +87,40 @@ def count_raw_requests() -> None:
     REGISTRY.register(with_raw)
 
 
-if __name__ == "__main__":
-    from dynamo_worker_ext.vllm.__main__ import main
+class Running:
+    """Requests that SGLang's scheduler works on, as a Prometheus collector.
 
-    count_raw_requests()
-    with counted_images():
-        main()
+    Its own gauge is minutes late on an idle engine; this is what it writes at each step.
+    """
+
+    def __init__(self) -> None:
+        from dynamo_worker_ext.sglang import stats
+
+        self._path = ""
+        init = stats.LoadReporter.__init__
+
+        def noted(reporter: Any, path: str, *args: Any) -> None:
+            self._path = path
+            init(reporter, path, *args)
+
+        stats.LoadReporter.__init__ = noted  # type: ignore[method-assign]
+
+    def collect(self) -> Iterator[Metric]:
+        from sglang.srt.managers.load_snapshot import ShmLoadSnapshotReader
+
+        count = 0
+        if self._path:
+            reader = ShmLoadSnapshotReader(self._path, 1)
+            load = reader.read(0)
+            reader.close()
+            count = load.num_running_reqs if load else 0
+        yield GaugeMetricFamily(RUNNING, RUNNING, value=count)
+
+
+if __name__ == "__main__":
+    engine = sys.argv.pop(1)
+    count_raw_requests(engine)
+    if engine == "sglang":
+        REGISTRY.register(Running())
+    with counted_images(engine):
+        importlib.import_module(f"dynamo_worker_ext.{engine}.__main__").main()

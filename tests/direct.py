@@ -228,11 +228,12 @@ def request(
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back: tokens, or the error that ended it."""
+    """What came back: tokens, or the error that ended it; of a prefill worker also the handoff."""
 
     tokens: list[int]
     error: str | None
     usage: Mapping[str, Any]
+    handoff: Mapping[str, Any] | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -243,10 +244,12 @@ def reply_of(chunks: Sequence[Mapping[str, Any]], error: str | None = None) -> R
     """Put the chunks of one request together."""
     tokens: list[int] = []
     usage: Mapping[str, Any] = {}
+    handoff = None
     for chunk in chunks:
+        handoff = chunk.get("disaggregated_params") or handoff
         tokens += chunk.get("token_ids") or []
         usage = chunk.get("completion_usage") or usage
-    return Reply(tokens, error, usage)
+    return Reply(tokens, error, usage, handoff)
 
 
 class DirectClient:
@@ -255,16 +258,17 @@ class DirectClient:
     Args:
         env: the stack's environment.
         log: where the client process writes what it has to say.
+        component: that the workers are registered under.
     """
 
-    def __init__(self, env: Mapping[str, str], log: Path) -> None:
-        self._env, self._log = env, log
+    def __init__(self, env: Mapping[str, str], log: Path, component: str = "backend") -> None:
+        self._env, self._log, self._component = env, log, component
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.direct"],
+                [sys.executable, "-m", "tests.direct", self._component],
                 cwd=Path(__file__).parents[1],
                 env={**os.environ, **self._env},
                 stdin=subprocess.PIPE,
@@ -319,7 +323,7 @@ async def _serve() -> None:
 
     loop = asyncio.get_running_loop()
     runtime = DistributedRuntime(loop, "file", "tcp")
-    client = await runtime.endpoint("dynamo.backend.generate").client()
+    client = await runtime.endpoint(f"dynamo.{sys.argv[1]}.generate").client()
     await client.wait_for_instances()
     out = os.fdopen(os.dup(1), "w")
     while line := await loop.run_in_executor(None, sys.stdin.readline):

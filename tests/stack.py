@@ -13,6 +13,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,20 +26,18 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import unquote
 
 from tests.counted_worker import PROCESSED
+from tests.engines import BLOCK, ENGINES, ROOT, VLLM, Engine
 from tests.snapshot import Snapshot
-
-ROOT = Path(__file__).parents[1]
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
-
-BLOCK = 32
 
 #: What makes Dynamo and vLLM keep to loopback, this CPU and the files at hand.
 BASE_ENV: Mapping[str, str] = {
@@ -60,12 +59,14 @@ BASE_ENV: Mapping[str, str] = {
     "NO_COLOR": "1",
 }
 
+#: What says a worker's role, and the roles that Dynamo's router (1.6.1) chooses workers of: by
+#: their load, and also by what their KV events say that they hold. Encode workers take turns.
+ROLE = "--disaggregation-mode"
+ROUTED_BY_LOAD = ("agg", "pd", "prefill", "decode")
+ROUTED_BY_CACHE = ("agg", "pd", "prefill")
+
 #: Engine arguments of the tiny models.
-WORKER_ARGS = (
-    "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "8192",
-    "--max-num-batched-tokens", "8192", "--max-num-seqs", "16", "--block-size", str(BLOCK),
-    "--limit-mm-per-prompt", '{"image":3,"video":1}', "--skip-mm-profiling", "--seed", "0",
-)  # fmt: skip
+WORKER_ARGS = VLLM.args(BLOCK)
 
 #: Nothing here goes through a proxy that the environment may name.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -121,6 +122,7 @@ class Process:
     Attributes:
         name: for messages and the log's name.
         url: where its HTTP server listens.
+        role: of a worker, as ``--disaggregation-mode`` says it.
     """
 
     name: str
@@ -128,6 +130,7 @@ class Process:
     env: Mapping[str, str]
     log: Path
     url: str
+    role: str = "agg"
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -188,10 +191,20 @@ class Process:
             return
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(max(0.1, deadline - time.monotonic()))
-        for pid in self.members():
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it and all of its group, and remove the shared memory of engines among them."""
+        assert self.popen is not None
+        members = self.members()
+        # What would have removed it is killed as well.
+        segments = {name for pid in members for name in _mapped(pid) if name.startswith("psm_")}
+        for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.popen.wait()
+        for name in segments:
+            Path("/dev/shm", name).unlink(missing_ok=True)
 
     def get(self, path: str, timeout: float = 30.0) -> tuple[int, str]:
         """HTTP GET: status and body; (0, reason) where nobody answers."""
@@ -221,11 +234,13 @@ class Answer:
         status: HTTP status.
         body: decoded JSON, or the text where it is none.
         seconds: from request to the last byte.
+        block: tokens of a block.
     """
 
     status: int
     body: Any
     seconds: float
+    block: int = BLOCK
 
     @property
     def text(self) -> str:
@@ -249,7 +264,7 @@ class Answer:
     @property
     def reusable_tokens(self) -> int:
         """All full blocks of the prompt; the last token is always computed."""
-        return (self.prompt_tokens - 1) // BLOCK * BLOCK
+        return (self.prompt_tokens - 1) // self.block * self.block
 
 
 @dataclass
@@ -260,11 +275,18 @@ class Seen:
         answer: what the client got.
         frontend: what the frontend's ``/metrics`` rose by.
         workers: what each worker's rose by.
+        roles: of these workers.
     """
 
     answer: Answer
     frontend: Snapshot = field(repr=False)
     workers: Sequence[Snapshot] = field(repr=False)
+    roles: Sequence[str] = ()
+
+    def of(self, role: str) -> Seen:
+        """The same of the workers of one role."""
+        of_role = [w for w, its in zip(self.workers, self.roles, strict=True) if its == role]
+        return Seen(self.answer, self.frontend, of_role, [role] * len(of_role))
 
     @property
     def text(self) -> str:
@@ -314,7 +336,7 @@ class Seen:
     @property
     def processed_images(self) -> float:
         """Images that went through the HF processor in a worker."""
-        return self.total(PROCESSED)
+        return sum(self.total(name + PROCESSED) for name in ENGINES)
 
     @property
     def predicted_tokens(self) -> float:
@@ -414,6 +436,7 @@ class FrontendSpec:
         wrap: what its command line is an argument of, such as ``unshare -m``.
         mode: how it routes.
         module: Dynamo's own, or ours.
+        log: what it logs, as ``DYN_LOG`` says it.
     """
 
     processor: str = "vllm"
@@ -422,11 +445,12 @@ class FrontendSpec:
     wrap: Sequence[str] = ()
     mode: str = "kv"
     module: str = "dynamo.frontend"
+    log: str = "info"
 
     def env(self) -> dict[str, str]:
         if self.transfer == "off":
-            return {"DYNAMO_DISABLE_NIXL_MM": "1"}
-        return {"DYNAMO_MM_TRANSFER": self.transfer}
+            return {"DYN_LOG": self.log, "DYNAMO_DISABLE_NIXL_MM": "1"}
+        return {"DYN_LOG": self.log, "DYNAMO_MM_TRANSFER": self.transfer}
 
 
 @dataclass
@@ -438,7 +462,9 @@ class Stack:
         folder: for logs and discovery; must be this stack's own.
         frontends: by name.
         workers: how many to start.
-        worker_args: appended to `WORKER_ARGS`.
+        engine: of the workers; frontends run in this environment.
+        block: tokens of a block.
+        worker_args: appended to the engine's arguments.
         worker_env: added to what every worker gets.
         module: what a worker is; see `tests.counted_worker`.
         served_name: what clients call the model.
@@ -448,6 +474,8 @@ class Stack:
     folder: Path
     frontends: Mapping[str, FrontendSpec] = field(default_factory=lambda: {"vllm": FrontendSpec()})
     workers: int = 2
+    engine: Engine = VLLM
+    block: int = BLOCK
     worker_args: Sequence[str] = ()
     worker_env: Mapping[str, str] = field(default_factory=dict)
     module: str = "tests.counted_worker"
@@ -495,26 +523,34 @@ class Stack:
     ) -> Process:
         """Start one more worker; `wait_ready` waits for it."""
         number, port = len(self.worker), free_port()
+        options = [*self.engine.args(self.block), *self.worker_args, *args]
         process = Process(
             name=f"worker{number}",
             argv=[
-                *wrap, sys.executable, "-m", module or self.module, "--model", str(self.model),
-                "--served-model-name", self.served_name, *WORKER_ARGS, *self.worker_args, *args,
+                *wrap, self.engine.python, "-m", *self._module(module or self.module),
+                self.engine.model_flag, str(self.model), "--served-model-name", self.served_name,
+                *options,
             ],
             env={
                 **self.env,
                 # Two cores: engines that spin on both starve each other.
                 "VLLM_CPU_OMP_THREADS_BIND": str(number % (os.cpu_count() or 1)),
                 "DYN_SYSTEM_PORT": str(port),
+                **self.engine.env,
                 **self.worker_env,
                 **(env or {}),
             },
             log=self.folder / f"worker{number}.log",
             url=f"http://127.0.0.1:{port}",
+            role=dict(pairwise(options)).get(ROLE, "agg"),
         )  # fmt: skip
         process.start()
         self.worker.append(process)
         return process
+
+    def _module(self, module: str) -> list[str]:
+        """What follows ``-m``: workers of the tests' own are told which engine they are."""
+        return [module, self.engine.name] if module.startswith("tests.") else [module]
 
     def add_frontend(self, name: str, spec: FrontendSpec) -> Process:
         """Start one more frontend; `wait_ready` waits for it."""
@@ -573,22 +609,40 @@ class Stack:
         if status != 200 or f'"{self.served_name}"' not in models:
             return False
         now, prefix = frontend.metrics(), "dynamo_component_router_"
+        alive = [worker.role for worker in self.worker if worker.alive]
+        routed = [role for role in alive if role in ROUTED_BY_LOAD]
+        by_cache = [role for role in alive if role in ROUTED_BY_CACHE]
         return (
-            now.total(prefix + "worker_registered")
-            == now.total(prefix + "kv_zmq_ingress_sources", state="active")
-            == len(self._discovered())
-            == sum(worker.alive for worker in self.worker)
+            now.total(prefix + "worker_registered") == len(routed)
+            and now.total(prefix + "kv_zmq_ingress_sources", state="active") == len(by_cache)
+            and len(self._discovered()) == len(alive)
         )
+
+    def kill(self, worker: Process) -> Callable[[], None]:
+        """End a worker and all its processes as a loss of power does.
+
+        Returns:
+            What has discovery forget it, as Dynamo's does by itself after 10 s.
+        """
+        instance = self.instance_id(worker)
+        worker.kill()
+
+        def forget() -> None:
+            for entry in (self.folder / "store").glob(f"v1/*/*{instance}"):
+                entry.unlink(missing_ok=True)
+
+        return forget
 
     def ended(self, process: Process) -> None:
         """From now on do without a process that a test has ended."""
         self._ended.append(process)
 
     def _discovered(self) -> set[str]:
-        """Hex ids of the workers that can be found."""
-        folder, prefix = self.folder / "store/v1/instances", quote("dynamo/backend/generate/", "")
-        found = folder.iterdir() if folder.exists() else ()
-        return {f.name.removeprefix(prefix) for f in found if f.name.startswith(prefix)}
+        """Hex ids of the workers that can be found, whatever component their role makes them."""
+        folder = self.folder / "store/v1/instances"
+        names = [unquote(f.name) for f in folder.iterdir()] if folder.exists() else []
+        found = [re.fullmatch("dynamo/[a-z]+/generate/([0-9a-f]+)", name) for name in names]
+        return {match[1] for match in found if match}
 
     def instance_id(self, worker: Process) -> str:
         """The hex id that a live worker is registered under."""
@@ -608,13 +662,18 @@ class Stack:
         """
         workers = [worker for worker in self.worker if worker.alive]
         front = self.frontend[frontend]
+        self._settle(front)
         before = [worker.metrics() for worker in workers]
         front_before = front.metrics()
         answer = self.chat(frontend, content, **options)
         new_blocks = 0
         if answer.status == 200:
-            written = int(answer.usage["total_tokens"]) - 1
-            new_blocks = written // BLOCK - answer.cached_tokens // BLOCK
+            # Whose blocks a router asks for: prefill writes the prompt, others also the answer.
+            answered = 0 if self._has_prefill else int(answer.usage["completion_tokens"]) - 1
+            written = answer.prompt_tokens + answered
+            new_blocks = written // self.block - answer.cached_tokens // self.block
+            if self.engine is not VLLM and answer.cached_tokens == answer.reusable_tokens:
+                new_blocks = 0  # SGLang keeps answers too: a repeat may store nothing
 
         def look() -> Seen | None:
             after = [worker.metrics() for worker in workers]
@@ -622,8 +681,13 @@ class Stack:
                 answer,
                 front.metrics() - front_before,
                 [new - old for new, old in zip(after, before, strict=True)],
+                [worker.role for worker in workers],
             )
-            told = seen.total("dynamo_worker_ext_kv_events_total", kind="stored")
+            told = sum(
+                change.total("dynamo_worker_ext_kv_events_total", kind="stored")
+                for change, role in zip(seen.workers, seen.roles, strict=True)
+                if role in ROUTED_BY_CACHE
+            )
             known = seen.frontend.total(
                 "dynamo_component_kv_cache_events_applied_total", event_type="stored"
             )
@@ -631,6 +695,21 @@ class Stack:
 
         seen: Seen = wait_for(look, "the router knows what the request left cached")
         return seen
+
+    @property
+    def _has_prefill(self) -> bool:
+        return any(worker.alive and worker.role == "prefill" for worker in self.worker)
+
+    def _settle(self, front: Process) -> None:
+        """Wait until the router hears of nothing more from requests that came before."""
+
+        def counts() -> tuple[float, float]:
+            told = self.total("dynamo_worker_ext_kv_events_total")
+            return told, front.metrics().total("dynamo_component_kv_cache_events_applied_total")
+
+        last = counts()
+        while time.sleep(0.1) or (now := counts()) != last:
+            last = now
 
     def chat(
         self, frontend: str, content: Any, *, timeout: float = 120.0, **options: Any
@@ -676,7 +755,7 @@ class Stack:
             decoded = json.loads(raw)
         except ValueError:
             decoded = raw.decode(errors="replace")
-        return Answer(status, decoded, time.monotonic() - start)
+        return Answer(status, decoded, time.monotonic() - start, self.block)
 
     def total(self, name: str, **labels: str) -> float:
         """A series summed over all live workers."""
@@ -706,6 +785,15 @@ class Stack:
         ours = (f"dwe_test_{os.getpid()}_", *(f"dwe_{process.pid}_" for process in everyone))
         left = sorted(name for name in new if name.startswith(ours))
         assert not left, f"segments left behind: {left}"
+
+
+def _mapped(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has mapped."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return set(re.findall(r"/dev/shm/(\S+)", maps))
 
 
 def _segments() -> set[str]:

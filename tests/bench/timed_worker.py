@@ -19,12 +19,15 @@ import runpy
 import sys
 import threading
 import time
+from contextvars import ContextVar
 from typing import Any, Final, TextIO
 
 #: Module and class whose ``generate`` Dynamo calls.
 HANDLERS: Final = {
-    "dynamo_worker_ext.vllm": ("dynamo_worker_ext.worker", "Worker"),
+    "dynamo_worker_ext.vllm": ("dynamo_worker_ext.worker.base", "Worker"),
     "dynamo.vllm": ("dynamo.vllm.handlers", "DecodeWorkerHandler"),
+    "dynamo_worker_ext.sglang": ("dynamo_worker_ext.worker.base", "Worker"),
+    "dynamo.sglang": ("dynamo.sglang.request_handlers.llm.decode_handler", "DecodeWorkerHandler"),
 }
 
 
@@ -53,7 +56,46 @@ class Stream:
 
 
 def time_requests(module: str, record: TextIO) -> None:
-    """Wrap the handler of `module`, and in vLLM the two points."""
+    """Wrap the handler of `module`, and the points in its engine."""
+    (_time_sglang if module.endswith("sglang") else _time_vllm)(module, record)
+
+
+def _time_sglang(module: str, record: TextIO) -> None:
+    """One point: the request goes to SGLang's scheduler, processed and tokenized."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    where, name = HANDLERS[module]
+    handler = getattr(importlib.import_module(where), name)
+    generate, send = handler.generate, TokenizerManager._send_one_request
+    # The engine has ids of its own; all of a request happens in one context.
+    begun: ContextVar[float | None] = ContextVar("begun", default=None)
+
+    class Marked(Stream):
+        def __anext__(self) -> Any:
+            if self._request_id is not None:
+                begun.set(time.perf_counter())
+                self._request_id = None
+            return self._stream.__anext__()
+
+    @functools.wraps(generate)
+    def timed_generate(self: Any, request: Any, context: Any) -> Stream:
+        return Marked(generate(self, request, context), context.id(), {})
+
+    @functools.wraps(send)
+    async def timed_send(self: Any, tokenized: Any) -> None:
+        now, start = time.perf_counter(), begun.get()
+        await send(self, tokenized)
+        if start is not None:
+            line = {"request_id": tokenized.rid, "seconds": now - start}
+            record.write(json.dumps(line) + "\n")
+            record.flush()
+
+    handler.generate = timed_generate
+    TokenizerManager._send_one_request = timed_send
+
+
+def _time_vllm(module: str, record: TextIO) -> None:
+    """Two points: the rendered engine input, and the request as it goes to the core."""
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.input_processor import InputProcessor
 

@@ -16,12 +16,17 @@ does not move, so that what was expected of the chosen workers is taken instead.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import ceil
 
 from tests.snapshot import Snapshot
 
 _ROUTER = "dynamo_component_router_"
+
+#: The frontend's ``DYN_LOG`` under which it logs each decision.
+ROUTING_LOG = "info,dynamo_llm::kv_router=debug"
+_ROUTED = re.compile(r"\[ROUTING\] Best: .* with \d+/(\d+) blocks overlap")
 
 #: What a frontend logs when it can, and when it cannot, tell pictures apart.
 _ENABLED = "MM-aware KV routing enabled"
@@ -100,6 +105,28 @@ def min_avg_kv_hit_rate(
         f"mean KV hit rate of repeats {rate:.2f} of the possible, want {minimum}"
     )
     return rate
+
+
+def min_routing_total_blocks(log: str, *, minimum: int) -> list[int]:
+    """The router looked for at least `minimum` blocks of each request: it knows prompts expanded.
+
+    By text prefix an image is a token or three, and a prompt a block or two. No metric of Dynamo's
+    (1.6.1) counts routing tokens, so that its log is read.
+
+    Args:
+        log: what the frontend logged during some requests, under `ROUTING_LOG`.
+        minimum: blocks, the incomplete last one included.
+
+    Returns:
+        How many of each request.
+    """
+    totals = [int(total) for total in _ROUTED.findall(log)]
+    assert totals, f"the frontend's log does not say what it routed; set DYN_LOG={ROUTING_LOG}"
+    assert min(totals) >= minimum, (
+        f"the router looked for {min(totals)} blocks of a request, want {minimum}: it does not "
+        "know what images become"
+    )
+    return totals
 
 
 def require_transfer_outcome(

@@ -54,9 +54,9 @@ def test_each_worker_is_sent_what_it_can_read(stack: Stack, worker: int, transpo
     assert (seen.answer.status, seen.worker) == (200, worker)
     assert seen.workers[worker].by("outcome", OUTCOMES) == {"received": 1}
     assert seen.workers[worker].by("transport", OUTCOMES) == {transport: 1}
-    assert seen.workers[worker].total(PROCESSED) == 0
+    assert seen.workers[worker].total("vllm" + PROCESSED) == 0
     # Every card says that it can read, so the picture is in the request once.
-    assert seen.workers[worker].total(WITH_RAW) == 0
+    assert seen.workers[worker].total("vllm" + WITH_RAW) == 0
     assert seen.answer.text == stack.ask("rust", [text, uri]).answer.text
 
 
@@ -88,7 +88,7 @@ def test_a_picture_and_a_video_travel_together(stack: Stack) -> None:
     assert seen.workers[1].by("outcome", OUTCOMES) == {"received": 1}
     received = {"image": 1, "video": 1}
     assert seen.workers[1].by("modality", "dynamo_worker_ext_mm_items_total") == received
-    assert seen.workers[1].total(PROCESSED) == 0
+    assert seen.workers[1].total("vllm" + PROCESSED) == 0
     assert seen.answer.text == stack.ask("off", content).answer.text
 
 
@@ -114,7 +114,7 @@ def test_who_cannot_read_what_was_sent_still_has_the_raw_media(
         seen = one.ask("shm", ["Describe", part(data_uri(picture()))])
         assert seen.answer.status == 200, seen.answer.body
         assert seen.workers[0].by("outcome", OUTCOMES) == {"reprocessed": 1}
-        assert seen.workers[0].total(WITH_RAW) == 1
+        assert seen.workers[0].total("vllm" + WITH_RAW) == 1
 
 
 @pytest.mark.parametrize("mode", ["rdma", ""])

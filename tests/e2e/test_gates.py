@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +18,24 @@ pytest.importorskip("dynamo.llm")
 
 from tests.broken_worker import BREAKS
 from tests.e2e.gates import (
+    ROUTING_LOG,
     min_avg_kv_hit_rate,
+    min_routing_total_blocks,
     require_full_overlap,
     require_mm_routing_init,
     require_transfer_outcome,
 )
+from tests.engines import SGLANG, VLLM
 from tests.pictures import PictureServer, data_uri, part, picture
 from tests.snapshot import Snapshot
-from tests.stack import BLOCK, FrontendSpec, Stack, wait_for
+from tests.stack import FrontendSpec, Stack, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-FRONTENDS = {"vllm-shm": FrontendSpec("vllm", "shm"), "rust": FrontendSpec("rust", "off")}
+FRONTENDS = {
+    "vllm-shm": FrontendSpec("vllm", "shm", log=ROUTING_LOG),
+    "rust": FrontendSpec("rust", "off", log=ROUTING_LOG),
+}
 
 
 @dataclass
@@ -74,10 +82,17 @@ class Deployment:
         return before, front.metrics(), prompt_tokens
 
 
-@pytest.fixture(scope="module")
+#: Engine and tokens of a block.
+BACKENDS = {"vllm": (VLLM, 32), "sglang-1": (SGLANG, 1), "sglang-16": (SGLANG, 16)}
+
+
+@pytest.fixture(scope="module", params=list(BACKENDS))
 def deployment(
-    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Deployment]:
+    engine, block = BACKENDS[request.param]
     folder = tmp_path_factory.mktemp("gates")
     switch = folder / "broken"
     stack = Stack(
@@ -85,6 +100,8 @@ def deployment(
         folder,
         FRONTENDS,
         workers=1,
+        engine=engine,
+        block=block,
         module="tests.broken_worker",
         worker_env={"BROKEN_NORMALIZER": str(switch)},
     )
@@ -103,11 +120,13 @@ def broken(deployment: Deployment, request: pytest.FixtureRequest) -> Iterator[N
 def test_a_sound_deployment_passes(deployment: Deployment, frontend: str) -> None:
     front = deployment.stack.frontend[frontend]
     require_mm_routing_init(front.metrics(), front.log.read_text(), workers=1)
-    workers = deployment.workers()
+    workers, logged = deployment.workers(), len(front.log.read_text())
     before, after, prompt_tokens = deployment.repeat(frontend)
-    sizes = {"prompt_tokens": prompt_tokens, "block_size": BLOCK}
+    sizes = {"prompt_tokens": prompt_tokens, "block_size": deployment.stack.block}
     require_full_overlap(before, after, **sizes)
     assert min_avg_kv_hit_rate(before, after, **sizes, minimum=0.9) == pytest.approx(1)
+    totals = min_routing_total_blocks(front.log.read_text()[logged:], minimum=2)
+    assert totals == [-(-tokens // deployment.stack.block) for tokens in prompt_tokens] * 2
     new = "received" if frontend == "vllm-shm" else "raw"
     require_transfer_outcome(workers, deployment.workers(), {new: 4, "hit": 4})
 
@@ -118,7 +137,7 @@ def test_a_broken_normaliser_is_noticed(
     deployment: Deployment, frontend: str, broken: None
 ) -> None:
     before, after, prompt_tokens = deployment.repeat(frontend)
-    sizes: dict[str, Any] = {"prompt_tokens": prompt_tokens, "block_size": BLOCK}
+    sizes: dict[str, Any] = {"prompt_tokens": prompt_tokens, "block_size": deployment.stack.block}
     with pytest.raises(AssertionError, match="the repeats overlapped in"):
         require_full_overlap(before, after, **sizes)
     with pytest.raises(AssertionError, match="mean KV hit rate"):
@@ -154,22 +173,53 @@ def test_a_frontend_that_fell_back_to_text_is_noticed(deployment: Deployment) ->
     front = deployment.stack.frontend["rust"]
     require_mm_routing_init(front.metrics(), front.log.read_text(), workers=1)
     with PictureServer(ranges=False) as server:
+        logged = len(front.log.read_text())
         url = part(server.url(picture()))
-        assert deployment.stack.chat("rust", [url, "Describe it"]).status == 200
+        answer = deployment.stack.chat("rust", [url, "Describe it"])
+        assert answer.status == 200
+    said = front.log.read_text()[logged:]
+    with pytest.raises(AssertionError, match="it does not know what images become"):
+        min_routing_total_blocks(said, minimum=answer.prompt_tokens // deployment.stack.block)
+    with pytest.raises(AssertionError, match="does not say what it routed"):
+        min_routing_total_blocks("", minimum=1)
     with pytest.raises(AssertionError, match="routes by text prefix"):
         require_mm_routing_init(front.metrics(), front.log.read_text(), workers=1)
 
 
 @pytest.mark.parametrize("how", BREAKS[:1])
-def test_a_worker_does_not_start_with_a_broken_normaliser(deployment: Deployment, how: str) -> None:
+def test_a_broken_normaliser_is_noticed_at_the_start(deployment: Deployment, how: str) -> None:
     """It would advertise an identity that its events do not carry. Ends the deployment."""
     stack = deployment.stack
     stack.stop()
     deployment.switch.write_text(how)
     refused = stack.add_worker()
+    if stack.engine is SGLANG:  # which serves on, and says so
+        try:
+            wait_for(lambda: refused.get("/health")[0] == 200, "it serves", 180)
+            assert "text_prefix routing of media" in refused.log.read_text()
+        finally:
+            refused.signal(signal.SIGTERM)
+            refused.end(time.monotonic() + 60)
+        return
     try:
         assert refused.wait(120) == 2
         assert "does not identify media as pad_value" in refused.tail()
         wait_for(lambda: not refused.members(), "no process left behind", 15)
     finally:
         refused.end(0)
+
+
+def test_one_worker_that_cannot_say_what_it_has_is_noticed(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It serves as well as the other one, and images sent to it are cold for ever."""
+    frontends = {"rust": FrontendSpec("rust", "off")}
+    with Stack(tiny_model("qwen2_5_vl"), tmp_path / "stack", frontends, workers=1) as stack:
+        front = stack.frontend["rust"]
+        require_mm_routing_init(front.metrics(), front.log.read_text(), workers=1)
+        mute = stack.add_worker("--no-enable-prefix-caching")
+        wait_for(lambda: mute.get("/health")[0] == 200, "it serves", 180)
+        registered = "dynamo_component_router_worker_registered"
+        wait_for(lambda: front.metrics().total(registered) == 2, "both are registered")
+        with pytest.raises(AssertionError, match="1 of 2 workers send KV events"):
+            require_mm_routing_init(front.metrics(), front.log.read_text(), workers=2)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +25,17 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
+from tests.engines import ENGINES, SGLANG
+from tests.pictures import data_uri, part, picture
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 REPO = Path(__file__).resolve().parents[2]
 LAUNCH = REPO / "launch"
-SCRIPTS = ("agg_multimodal_router.sh", "demo.sh", "demo_client.py", "setup.sh", "test.sh")
+TOPOLOGIES = (
+    "agg_multimodal_router.sh", "disagg.sh", "multimodal_disagg.sh", "multimodal_epd.sh",
+)  # fmt: skip
+SCRIPTS = (*TOPOLOGIES, "demo.sh", "demo_client.py", "setup.sh", "test.sh")
 MARK = "DWE_LAUNCH_TEST"
 
 #: Gives SIGINT its default meaning back, which children of a script in the background lack.
@@ -52,6 +59,7 @@ class Run:
             **os.environ,
             name: value,
             "DWE_PYTHON": sys.executable,
+            "DWE_SGLANG_PYTHON": SGLANG.python,
             "SPT_NOENV": "1",  # setproctitle of the engines would overwrite the environment
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
@@ -147,9 +155,13 @@ def test_help_exits_with_0_and_names_every_flag(script: str) -> None:
     if script.endswith(".py"):
         flags = set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', text))
     else:
+        if script in TOPOLOGIES:
+            text += (LAUNCH / "topology.sh").read_text()
         parser = re.search(r"^while \(\(\$#\)\); do$.*?^done$", text, re.DOTALL | re.MULTILINE)
         assert parser is not None
-        flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", parser[0]))
+        counts = re.search(r"COUNT_FLAG=.*", text)
+        given = parser[0] + (counts[0] if counts else "")
+        flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", given))
     assert flags
     named = set(re.findall(r"--[a-z][a-z-]+", _help(script)))
     assert flags - named == set()
@@ -177,8 +189,9 @@ def test_a_model_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
     assert "no such folder" in done.stderr
 
 
-def test_the_demo_shows_what_it_promises_and_leaves_nothing(tmp_path: Path) -> None:
-    with Run(tmp_path, "demo.sh", "--json") as run:
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_the_demo_shows_what_it_promises_and_leaves_nothing(tmp_path: Path, engine: str) -> None:
+    with Run(tmp_path, "demo.sh", "--json", "--engine", engine) as run:
         assert run.wait(400) == 0, run.err
         run.assert_nothing_is_left()
         assert run.seen >= 6, "two workers with their engines, a frontend and the script"
@@ -205,6 +218,79 @@ def test_the_demo_shows_what_it_promises_and_leaves_nothing(tmp_path: Path) -> N
     assert by_name["images A, B"]["text"] != by_name["images B, A"]["text"]
 
 
+def ask(url: str, model: str, content: object) -> str:
+    """The greedy answer to one chat request."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    asked = urllib.request.Request(
+        url + "/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        return str(json.loads(answer.read())["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("script", "engine", "roles"),
+    [
+        ("disagg.sh", "vllm", ("prefill", "decode")),
+        ("multimodal_epd.sh", "sglang", ("encode", "worker")),
+        ("multimodal_disagg.sh", "vllm", ("encode", "prefill", "decode")),
+    ],
+)
+def test_workers_for_parts_of_a_request_serve_a_tiny_model(
+    tmp_path: Path, script: str, engine: str, roles: tuple[str, ...]
+) -> None:
+    ready = tmp_path / "ready.json"
+    with Run(
+        tmp_path, script, "--tiny", "--engine", engine, "--http-port", "0",
+        "--log-dir", str(tmp_path / "logs"), "--ready-file", str(ready), "--drain-timeout", "5",
+    ) as run:  # fmt: skip
+        run.wait_for(ready.exists, 400)
+        deployment = json.loads(ready.read_text())
+        assert [worker["name"].rstrip("0") for worker in deployment["workers"]] == [*roles]
+        image = part(data_uri(picture(1)))
+        answers = {
+            ask(deployment["url"], "tiny", [image, {"type": "text", "text": "Describe it"}])
+            for _ in range(2)
+        }
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.wait(120) == 0, run.err
+        run.assert_nothing_is_left()
+    assert len(answers) == 1
+
+
+def test_both_engines_serve_side_by_side(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    ready, cards = tmp_path / "ready.json", []
+    engines = ("--dtype", "float32"), ("--dtype", "float32", "--max-total-tokens", "32768")
+    lengths = ("--max-model-len", "8192", "--enforce-eager"), ("--context-length", "8192")
+    with Run(
+        tmp_path, "agg_multimodal_router.sh", "--model", str(tiny_model("qwen2_5_vl")),
+        "--engine", "both", "--served-model-name", "tiny", "--cpu", "--http-port", "0",
+        "--log-dir", str(tmp_path / "logs"), "--ready-file", str(ready), "--drain-timeout", "1",
+        "--", *engines[0], *lengths[0], "--", *engines[1], *lengths[1],
+    ) as run:  # fmt: skip
+        run.wait_for(ready.exists, 400)
+        deployment = json.loads(ready.read_text())
+        content = [part(data_uri(picture(1))), {"type": "text", "text": "Describe it"}]
+        answers = set()
+        for name in ("tiny-vllm", "tiny-sglang"):
+            answers.add(ask(deployment["url"], name, content))
+        for file in Path(deployment["discovery"]).glob("v1/mdc/*"):
+            cards.append(json.loads(file.read_text())["card_json"]["runtime_config"])
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.wait(120) == 0, run.err
+        run.assert_nothing_is_left()
+    assert len(answers) == 1, f"both engines see the same picture: {answers}"
+    assert {card["runtime_data"]["backend_framework"] for card in cards} == {"vllm", "sglang"}
+
+
 def test_a_worker_that_cannot_start_is_shown_and_stops_everything(
     tmp_path: Path, tiny_model: Callable[[str], Path]
 ) -> None:
@@ -212,12 +298,12 @@ def test_a_worker_that_cannot_start_is_shown_and_stops_everything(
         tmp_path, "agg_multimodal_router.sh", "--model", str(tiny_model("qwen2_5_vl")),
         "--workers", "2", "--http-port", "0", "--log-dir", str(tmp_path / "logs"),
         "--ready-file", str(tmp_path / "ready.json"), "--drain-timeout", "1",
-        "--", "--disaggregation-mode", "prefill",
+        "--", "--mm-transfer", "pigeon",
     ) as run:  # fmt: skip
         assert run.wait(200) == 1, run.err
         run.assert_nothing_is_left()
     assert "ended while starting, with status 2" in run.err
-    assert "not built yet" in run.err, "the end of its log is shown"
+    assert "--mm-transfer 'pigeon'" in run.err, "the end of its log is shown"
     assert str(tmp_path / "logs" / "worker") in run.err
     assert not (tmp_path / "ready.json").exists()
 

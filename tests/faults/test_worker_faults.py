@@ -14,7 +14,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,12 +29,12 @@ pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
 from tests.apart import prefix_held_by, private_shm
+from tests.counted_worker import RUNNING as SGLANG_RUNNING
 from tests.direct import DirectClient, FrontendDouble, Rendered, Segments, request
+from tests.engines import BLOCK, ENGINES, ROOT, SGLANG, VLLM, Engine
 from tests.pictures import data_uri, part, picture
 from tests.stack import (
     BASE_ENV,
-    ROOT,
-    WORKER_ARGS,
     FrontendSpec,
     Process,
     Seen,
@@ -52,7 +51,47 @@ MIGRATE = ("--migration-limit", "2")
 LONG = 7500
 #: What a random model says greedily may have no text for thousands of tokens, and frontends see
 #: that a client has left when they have something to say.
-TALKING: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+TALKING: dict[str, Any] = {"temperature": 1.0}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What differs between the engines here.
+
+    Attributes:
+        running: the series of requests that the engine works on.
+        generated: the series of tokens that it has generated.
+        process: what the name of its main process begins with.
+        loading: what it logs before it loads anything.
+        busy: tokens that take it seconds, but not as long as a drain may.
+        args: more of its arguments.
+    """
+
+    running: str
+    generated: str
+    process: str
+    loading: str
+    busy: int
+    args: tuple[str, ...] = ()
+
+
+TRAITS = {
+    VLLM: Traits(
+        "vllm:num_requests_running",
+        "vllm:generation_tokens_total",
+        "VLLM::EngineCor",
+        "Initializing a V1 LLM engine",
+        2000,
+    ),
+    SGLANG: Traits(
+        SGLANG_RUNNING,
+        "sglang:generation_tokens_total",
+        "sglang::schedul",
+        "server_args=",
+        400,
+        ("--enable-metrics",),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +99,20 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model("qwen2_5_vl")
 
 
+@pytest.fixture(scope="module", params=list(ENGINES))
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return ENGINES[request.param]
+
+
 @pytest.fixture(scope="module")
-def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(model: Path, tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> Iterator[Stack]:
     frontends = {
         "migrating": FrontendSpec("vllm", "shm", MIGRATE),
         "plain": FrontendSpec("vllm", "shm"),
         "rust": FrontendSpec("rust", "off", MIGRATE),
     }
-    stack = Stack(model, tmp_path_factory.mktemp("faults"), frontends, workers=0)
+    folder, args = tmp_path_factory.mktemp("faults"), TRAITS[engine].args
+    stack = Stack(model, folder, frontends, workers=0, engine=engine, worker_args=args)
     stack.add_worker(wrap=private_shm("256m"))
     stack.add_worker()
     with stack:
@@ -367,11 +412,8 @@ def test_malformed_payload(
 # Clients and frontends that go away.
 
 
-RUNNING = "vllm:num_requests_running"
-
-
 def running(stack: Stack) -> float:
-    return stack.total(RUNNING)
+    return stack.total(TRAITS[stack.engine].running)
 
 
 def idle(stack: Stack, timeout: float = 60.0) -> None:
@@ -384,7 +426,7 @@ def idle(stack: Stack, timeout: float = 60.0) -> None:
 
 
 def generated(stack: Stack) -> float:
-    return stack.total("vllm:generation_tokens_total")
+    return stack.total(TRAITS[stack.engine].generated)
 
 
 @pytest.mark.parametrize("frontend", ["migrating", "rust"])
@@ -420,15 +462,24 @@ def test_a_killed_frontend_stops_the_engine(stack: Stack) -> None:
 # Start-up.
 
 
-def test_a_taken_system_port_ends_the_worker_before_it_loads_anything(model: Path) -> None:
+def test_a_taken_system_port_ends_the_worker_before_it_loads_anything(
+    model: Path, engine: Engine
+) -> None:
     port = free_port()
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", port))
         holder.listen()
         start = time.monotonic()
         ended = subprocess.run(
-            [sys.executable, "-m", "dynamo_worker_ext.vllm", "--model", model, *WORKER_ARGS],
-            env={**os.environ, **BASE_ENV, "DYN_SYSTEM_PORT": str(port)},
+            [
+                engine.python,
+                "-m",
+                engine.module,
+                engine.model_flag,
+                model,
+                *engine.args(BLOCK),
+            ],
+            env={**os.environ, **BASE_ENV, **engine.env, "DYN_SYSTEM_PORT": str(port)},
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -437,7 +488,7 @@ def test_a_taken_system_port_ends_the_worker_before_it_loads_anything(model: Pat
         )
     assert ended.returncode == 2
     assert str(port) in ended.stderr
-    assert "Initializing a V1 LLM engine" not in ended.stdout + ended.stderr
+    assert TRAITS[engine].loading not in ended.stdout + ended.stderr
     assert time.monotonic() - start < 60
 
 
@@ -453,7 +504,8 @@ def load(stack: Stack, victim: Process, frontends: Sequence[str], **options: Any
             # Without migration a picture would be lost on a worker that cannot read it.
             content = content[:1] if frontend == "plain" else content
             streams.append(stack.stream(frontend, content, **options))
-    wait_for(lambda: victim.metrics().total(RUNNING) >= 2, "the victim works")
+    working = TRAITS[stack.engine].running
+    wait_for(lambda: victim.metrics().total(working) >= 2, "the victim works")
     return streams
 
 
@@ -461,7 +513,7 @@ def test_sigterm_under_load(stack: Stack) -> None:
     idle(stack)
     victim = stack.worker[0]
     instance = stack.instance_id(victim)
-    streams = load(stack, victim, ["rust"], max_tokens=2000)
+    streams = load(stack, victim, ["rust"], max_tokens=TRAITS[stack.engine].busy)
     victim.signal(signal.SIGTERM)
     wait_for(lambda: not stack.is_discovered(instance), "out of discovery", 2)
     assert any(stream.error for stream in streams), "nothing was in flight any more"
@@ -475,12 +527,13 @@ def test_sigterm_under_load(stack: Stack) -> None:
     stack.ended(victim)
 
 
-def engine_core(worker: Process) -> int:
-    (pid,) = [pid for pid, name in worker.members().items() if name.startswith("VLLM::EngineCor")]
+def engine_process(stack: Stack, worker: Process) -> int:
+    name = TRAITS[stack.engine].process
+    (pid,) = [pid for pid, its in worker.members().items() if its.startswith(name)]
     return pid
 
 
-def test_a_killed_engine_core(stack: Stack) -> None:
+def test_a_killed_engine(stack: Stack) -> None:
     """Idle, then under load, with another worker beside it."""
     idler, victim = stack.add_worker(), stack.add_worker()
     stack.wait_ready()
@@ -488,7 +541,7 @@ def test_a_killed_engine_core(stack: Stack) -> None:
     idle(stack)
 
     instance = stack.instance_id(idler)
-    os.kill(engine_core(idler), signal.SIGKILL)
+    os.kill(engine_process(stack, idler), signal.SIGKILL)
     wait_for(lambda: not stack.is_discovered(instance), "out of discovery when idle", 2)
     assert idler.wait(30) == 1
     wait_for(lambda: not idler.members(), "no process left behind", 10)
@@ -496,8 +549,8 @@ def test_a_killed_engine_core(stack: Stack) -> None:
     assert stack.chat("plain", "Who is there?").status == 200
 
     instance = stack.instance_id(victim)
-    streams = load(stack, victim, ["plain", "rust"], max_tokens=2000)
-    os.kill(engine_core(victim), signal.SIGKILL)
+    streams = load(stack, victim, ["plain", "rust"], max_tokens=TRAITS[stack.engine].busy)
+    os.kill(engine_process(stack, victim), signal.SIGKILL)
     wait_for(lambda: not stack.is_discovered(instance), "out of discovery under load", 2)
     assert victim.wait(30) == 1
     for plain, rust in zip(streams[::2], streams[1::2], strict=True):

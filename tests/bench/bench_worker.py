@@ -1,7 +1,7 @@
-"""Our vLLM worker beside upstream's ``dynamo.vllm``: the same requests to both, interleaved.
+"""Our worker beside upstream's of the same engine: the same requests to both, interleaved.
 
-    python tests/bench/bench_vllm_worker.py [--pairs N] [--quick] [--json FILE]
-                                            [--frontend vllm|rust] [--transfer shm|off]
+    python tests/bench/bench_worker.py [--engine vllm|sglang] [--pairs N] [--quick] [--json FILE]
+                                       [--frontend vllm|rust] [--transfer shm|off]
 
 Two complete stacks on loopback, each with its own frontend, worker and discovery folder; the
 engines have the same arguments and run on the same core. While one is asked, the other's engine is
@@ -11,10 +11,11 @@ the machine does hits both alike: the ratios are what to read, in a quiet hour.
 
 ``first token``: from the request to the first piece of the streamed answer, at the client.
 ``engine input``: in the worker, from the handler's ``generate`` to the rendered engine input.
-``submitted``: the same up to the ``EngineCoreRequest``, which adds checks of vLLM's own; see
-`timed_worker`. ``repeated`` images come with a new question each time. Memory is the
-proportional set size (PSS) of the worker and all its children. Advantage is upstream / ours, for
-throughput ours / upstream: above 1, ours is better.
+``submitted``: the same up to what goes to the engine's own process; see `timed_worker`. SGLang has
+this one only, and upstream's SGLang worker, which cannot receive media, gets URLs either way.
+``repeated`` images come with a new question each time. Memory is the proportional set size (PSS) of
+the worker and all its children. Advantage is upstream / ours, for throughput ours / upstream: above
+1, ours is better.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NoReturn
@@ -48,11 +49,15 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.stack import WORKER_ARGS, FrontendSpec, Process, Stack, free_port  # noqa: E402
+from tests.engines import BLOCK, ENGINES, VLLM, Engine  # noqa: E402
+from tests.stack import FrontendSpec, Process, Stack, free_port  # noqa: E402
 
-SIDES = {"ours": "dynamo_worker_ext.vllm", "upstream": "dynamo.vllm"}
+SIDES = {"ours": "dynamo_worker_ext.", "upstream": "dynamo."}
 SIZES = (448, 1024)
-KINDS = ("first token", "engine input", "submitted")
+KINDS = {
+    "vllm": ("first token", "engine input", "submitted"),
+    "sglang": ("first token", "submitted"),
+}
 TEXT_TOKENS = 32
 TEXT_BLOCK = 16
 #: The whole run, start and stop of the stacks included, ends by then.
@@ -105,14 +110,19 @@ class TimedStack(Stack):
 
     Args:
         side: a key of `SIDES`.
-        model, folder, frontend: see `Stack`.
+        model, folder, frontend, engine: see `Stack`.
     """
 
-    def __init__(self, side: str, model: Path, folder: Path, frontend: FrontendSpec) -> None:
+    def __init__(
+        self, side: str, model: Path, folder: Path, frontend: FrontendSpec, engine: Engine
+    ) -> None:
         self.side = side
         self.record = folder / "record.jsonl"
+        if side == "upstream" and engine is not VLLM:
+            frontend = replace(frontend, transfer="off")
         self._spec = frontend
-        super().__init__(model, folder)
+        # Without blocks SGLang needs none of the kernels that are interpreted on a CPU.
+        super().__init__(model, folder, engine=engine, block=BLOCK if engine is VLLM else 1)
 
     def start(self) -> None:
         """Start both processes; `wait_ready` waits for them."""
@@ -120,24 +130,27 @@ class TimedStack(Stack):
         self.add_frontend("bench", self._spec)
 
     def _start_worker(self) -> None:
-        port, module = free_port(), SIDES[self.side]
-        events = {
-            "enable_kv_cache_events": True,
+        port, module = free_port(), SIDES[self.side] + self.engine.name
+        events: dict[str, Any] = {
             "publisher": "zmq",
             "endpoint": f"tcp://*:{free_port()}",
             "topic": "kv-events",
         }
+        more: list[str] = []
+        if self.engine is VLLM:
+            events["enable_kv_cache_events"] = True
+            more = ["--enable-prefix-caching"]
         process = Process(
             name=f"worker-{self.side}",
             argv=[
-                sys.executable, str(ROOT / "tests/bench/timed_worker.py"), module,
-                str(self.record), "--", "--model", str(self.model),
-                "--served-model-name", self.served_name, "--enable-multimodal",
-                "--enable-prefix-caching", "--kv-events-config", json.dumps(events),
-                *WORKER_ARGS,
+                self.engine.python, str(ROOT / "tests/bench/timed_worker.py"), module,
+                str(self.record), "--", self.engine.model_flag, str(self.model),
+                "--served-model-name", self.served_name, "--enable-multimodal", *more,
+                "--kv-events-config", json.dumps(events), *self.engine.args(self.block),
             ],
             env={
                 **self.env,
+                **self.engine.env,
                 "PYTHONPATH": str(ROOT),
                 # dynamo.vllm does so by itself.
                 "PYTHONHASHSEED": "0",
@@ -247,6 +260,7 @@ class Bench:
         self.stacks = stacks
         self.pairs = pairs
         self.blocks = blocks
+        self._kinds = KINDS[stacks["ours"].engine.name]
         self._random = random.Random(3)
         self._numbers = itertools.count()
         self._clients = {side: Client(stack) for side, stack in stacks.items()}
@@ -285,13 +299,14 @@ class Bench:
             {"type": "text", "text": f"{next(self._numbers)}: what is in this picture?"},
         ]
         seen = {side: len(stack.prepared()) for side, stack in self.stacks.items()}
-        result = {kind: dict[str, float]() for kind in KINDS}
+        result = {kind: dict[str, float]() for kind in self._kinds}
         result["first token"] = self._pair(lambda side: 1e3 * self._clients[side].chat(content, 4))
         for side, stack in self.stacks.items():
             new = stack.prepared()[seen[side] :]
             if len(new) != 1:
                 raise RuntimeError(f"{side} recorded {len(new)} requests where 1 was sent")
-            result["engine input"][side] = 1e3 * new[0]["input_seconds"]
+            if "engine input" in result:
+                result["engine input"][side] = 1e3 * new[0]["input_seconds"]
             result["submitted"][side] = 1e3 * new[0]["seconds"]
         return result
 
@@ -305,7 +320,7 @@ class Bench:
         images = [(age, size) for age in ("new", "repeated") for size in SIZES]
         rows = {
             (kind, age, size): Row(f"{kind}, {age} {size} px", "ms")
-            for kind in KINDS
+            for kind in self._kinds
             for age, size in images
         }
         for number in range(self.pairs):
@@ -356,6 +371,7 @@ def make_model(folder: Path) -> Path:
 def run(
     folder: Path,
     *,
+    engine: Engine = VLLM,
     frontend: FrontendSpec,
     pairs: int,
     blocks: int,
@@ -365,12 +381,13 @@ def run(
 
     Args:
         folder: for the model, logs and discovery.
+        engine: of both.
         frontend: which, for both.
         pairs, blocks: see `Bench`.
         show: is given one line after another.
     """
     model = make_model(folder / "model")
-    stacks = {side: TimedStack(side, model, folder / side, frontend) for side in SIDES}
+    stacks = {side: TimedStack(side, model, folder / side, frontend, engine) for side in SIDES}
     result: list[Row] = []
     with ExitStack() as end:
         for stack in stacks.values():
@@ -401,6 +418,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--engine", choices=list(ENGINES), default="vllm")
     parser.add_argument("--pairs", type=int, default=30, help="of each latency row (30)")
     parser.add_argument("--quick", action="store_true", help="6 pairs, 3 blocks of text")
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
@@ -415,10 +433,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(number, _give_up)
     signal.alarm(TIME_LIMIT_S)
     spec = FrontendSpec(processor=args.frontend, transfer=args.transfer)
-    print(f"frontend {args.frontend}, transfer {args.transfer}, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{args.engine}, frontend {args.frontend}, transfer {args.transfer}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
     with tempfile.TemporaryDirectory(prefix="dwe-bench-") as folder:
         rows = run(
             args.keep or Path(folder),
+            engine=ENGINES[args.engine],
             frontend=spec,
             pairs=pairs,
             blocks=blocks,

@@ -1,0 +1,87 @@
+"""E/P/D on vLLM behind Dynamo's real Rust frontend: an encode, a prefill and a decode worker.
+
+What an aggregated worker of the same arguments answers is the measure. Media is processed on the
+encode worker alone; prefill reads its embeddings, decode goes on with the KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("dynamo.llm")
+
+from tests.disagg.deployment import ROLE, RUST, Deployment, aggregated_answers, ask
+from tests.pictures import data_uri, part, picture
+from tests.stack import Stack
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+ONE, OTHER = part(data_uri(picture(301))), part(data_uri(picture(302)))
+PROMPTS: Mapping[str, list[Any]] = {
+    "text": ["one two three four five six seven eight " * 8],
+    "one image": [ONE, "Describe the image"],
+    "two images": [ONE, OTHER, "Compare the images"],
+    "two images swapped": [OTHER, ONE, "Compare the images"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[[str], Path]) -> Path:
+    return tiny_model("qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What one aggregated worker answers."""
+    return aggregated_answers(model, tmp_path_factory.mktemp("aggregated"), PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def stack(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, expected: Mapping[str, str]
+) -> Iterator[Stack]:
+    # After `expected`: no more engines at a time than are needed.
+    stack = Deployment(model, tmp_path_factory.mktemp("epd"), {"rust": RUST}, workers=0)
+    stack.add_worker(ROLE, "encode")
+    stack.add_worker(ROLE, "prefill", "--route-to-encoder")
+    stack.add_worker(ROLE, "decode")
+    with stack:
+        yield stack
+
+
+@pytest.mark.parametrize("name", list(PROMPTS))
+def test_answers_are_the_aggregated_workers(
+    stack: Stack, expected: Mapping[str, str], name: str
+) -> None:
+    for _ in range(2):
+        assert ask(stack, *PROMPTS[name]).text == expected[name]
+
+
+def test_an_image_is_processed_once_and_by_the_encode_worker(stack: Stack) -> None:
+    new = part(data_uri(picture()))
+    first = ask(stack, new, "Describe the image")
+    assert first.processed_images == 1
+    assert first.of("encode").items == {"encoded": 1}
+    assert first.of("encode").processed_images == 1
+    assert first.of("prefill").items == {"received": 1}
+    assert first.of("decode").outcome == "continued"
+    assert first.answer.cached_tokens == first.predicted_tokens == 0
+
+    again = ask(stack, new, "Describe the image")
+    assert again.text == first.text
+    assert again.processed_images == again.received_bytes == 0
+    assert again.of("encode").items == {"cached": 1}
+    assert again.of("prefill").items == {"hit": 1}
+    assert again.of("decode").outcome == "continued"
+    assert again.predicted_tokens == again.answer.reusable_tokens > 0
+
+
+def test_text_skips_the_encode_worker(stack: Stack) -> None:
+    seen = ask(stack, "no image at all")
+    assert seen.of("encode").outcomes == {}
+    assert seen.of("prefill").outcome == seen.of("decode").outcome == "text"
