@@ -68,6 +68,9 @@ ROUTED_BY_CACHE = ("agg", "pd", "prefill")
 #: Engine arguments of the tiny models.
 WORKER_ARGS = VLLM.args(BLOCK)
 
+#: What frontends log of every request, also of those that only ask how they are.
+SERVED = " http response sent status=200 "
+
 #: Nothing here goes through a proxy that the environment may name.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -222,8 +225,10 @@ class Process:
         return Snapshot.parse(text)
 
     def tail(self, lines: int = 40) -> str:
+        """The end of its log, without the requests of whoever waits for it."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        told = [line for line in text.splitlines() if SERVED not in line]
+        return "\n".join(told[-lines:])
 
 
 @dataclass
@@ -582,11 +587,11 @@ class Stack:
         for process in [*self.worker, *self.frontend.values()]:
             if process in self._ended:
                 continue
-            is_ready = self._serves if process in self.worker else self._routes
-            while not is_ready(process):
+            lack = self._serving_lacks if process in self.worker else self._routing_lacks
+            while missing := lack(process):
                 assert process.alive, f"{process.name} ended:\n{process.tail()}"
                 late = time.monotonic() > deadline
-                assert not late, f"{process.name} is not ready:\n{process.tail()}"
+                assert not late, f"{process.name} is not ready: {missing}\n{process.tail()}"
                 time.sleep(0.2)
 
     def _keep_registered(self) -> None:
@@ -601,22 +606,38 @@ class Stack:
                 with suppress(FileNotFoundError):
                     os.utime(entry, (later, later))
 
-    def _serves(self, worker: Process) -> bool:
-        return bool(self._discovered()) and worker.get("/health")[0] == 200
+    def _serving_lacks(self, worker: Process) -> str:
+        """What a worker still lacks to serve; empty where it does."""
+        if not self._discovered():
+            return "nothing is registered"
+        status, body = worker.get("/health")
+        return "" if status == 200 else f"/health says {status}: {body}"
 
-    def _routes(self, frontend: Process) -> bool:
+    def _routing_lacks(self, frontend: Process) -> str:
+        """What a frontend still lacks to route to every worker; empty where it does."""
         status, models = frontend.get("/v1/models")
         if status != 200 or f'"{self.served_name}"' not in models:
-            return False
+            return f"/v1/models says {status}: {models}"
         now, prefix = frontend.metrics(), "dynamo_component_router_"
         alive = [worker.role for worker in self.worker if worker.alive]
-        routed = [role for role in alive if role in ROUTED_BY_LOAD]
-        by_cache = [role for role in alive if role in ROUTED_BY_CACHE]
-        return (
-            now.total(prefix + "worker_registered") == len(routed)
-            and now.total(prefix + "kv_zmq_ingress_sources", state="active") == len(by_cache)
-            and len(self._discovered()) == len(alive)
-        )
+        discovered = self._discovered()
+        # A router that went with its last worker may go on counting that one (Dynamo 1.6.1).
+        registered = [
+            f"{int(dict(one.labels)['router_worker_id']):x}"
+            for one in now.named(prefix + "worker_registered")
+            if one.value
+        ]
+        expected = {
+            "registered": sum(role in ROUTED_BY_LOAD for role in alive),
+            "event sources": sum(role in ROUTED_BY_CACHE for role in alive),
+            "discovered": len(alive),
+        }
+        found = {
+            "registered": sum(instance in discovered for instance in registered),
+            "event sources": now.total(prefix + "kv_zmq_ingress_sources", state="active"),
+            "discovered": len(discovered),
+        }
+        return "" if found == expected else f"{found}, not {expected}; registered: {registered}"
 
     def kill(self, worker: Process) -> Callable[[], None]:
         """End a worker and all its processes as a loss of power does.
