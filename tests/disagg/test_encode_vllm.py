@@ -7,41 +7,19 @@ encode worker come last and start the next one.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.disagg.deployment import ROLE, RUST, Deployment, aggregated_answers, ask
+from tests.disagg.deployment import PROMPTS, ROLE, RUST, Deployment, ask, the
 from tests.pictures import data_uri, part, picture
 from tests.stack import Process, Stack, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-ONE, OTHER = part(data_uri(picture(201))), part(data_uri(picture(202)))
-PROMPTS: Mapping[str, list[Any]] = {
-    "text": ["one two three four five six seven eight " * 8],
-    "one image": [ONE, "Describe the image"],
-    "two images": [ONE, OTHER, "Compare the images"],
-    "two images swapped": [OTHER, ONE, "Compare the images"],
-    "one image twice": [OTHER, OTHER, "Compare the images"],
-    "image at the end": ["What is in this image?", ONE],
-}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[[str], Path]) -> Path:
-    return tiny_model("qwen2_5_vl")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one aggregated worker answers."""
-    return aggregated_answers(model, tmp_path_factory.mktemp("aggregated"), PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +29,6 @@ def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     stack.add_worker("--route-to-encoder")
     with stack:
         yield stack
-
-
-def the(stack: Stack, role: str) -> Process:
-    """The one live worker of a role."""
-    (worker,) = [one for one in stack.worker if one.role == role and one.alive]
-    return worker
 
 
 def replace_encoder(stack: Stack, *args: str) -> Process:

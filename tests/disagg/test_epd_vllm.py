@@ -6,39 +6,19 @@ encode worker alone; prefill reads its embeddings, decode goes on with the KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.disagg.deployment import ROLE, RUST, Deployment, aggregated_answers, ask
+from tests.disagg.deployment import PROMPTS, ROLE, RUST, Deployment, ask
 from tests.pictures import data_uri, part, picture
 from tests.stack import Stack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-ONE, OTHER = part(data_uri(picture(301))), part(data_uri(picture(302)))
-PROMPTS: Mapping[str, list[Any]] = {
-    "text": ["one two three four five six seven eight " * 8],
-    "one image": [ONE, "Describe the image"],
-    "two images": [ONE, OTHER, "Compare the images"],
-    "two images swapped": [OTHER, ONE, "Compare the images"],
-}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[[str], Path]) -> Path:
-    return tiny_model("qwen2_5_vl")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one aggregated worker answers."""
-    return aggregated_answers(model, tmp_path_factory.mktemp("aggregated"), PROMPTS)
 
 
 @pytest.fixture(scope="module")

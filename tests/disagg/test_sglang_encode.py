@@ -3,7 +3,7 @@ itself, and a picture is processed and encoded once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +12,22 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.disagg.test_sglang_pd import DECODE_ARGS, prefill_args, questions
+from tests.disagg.deployment import RUST
+from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import SGLANG
-from tests.stack import FrontendSpec, Stack
+from tests.stack import Stack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-RUST = {"rust": FrontendSpec("rust", "off")}
 ENCODE_ARGS = ("--disaggregation-mode", "encode")
 TO_ENCODER = "--route-to-encoder"
-
-
-@pytest.fixture(scope="module", params=["qwen2_5_vl"])
-def model(tiny_model: Callable[[str], Path], request: pytest.FixtureRequest) -> Path:
-    return tiny_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def asked() -> Mapping[str, Any]:
-    return questions("rust")
-
-
-@pytest.fixture(scope="module")
-def expected(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, asked: Mapping[str, Any]
-) -> Mapping[str, str]:
-    folder = tmp_path_factory.mktemp("aggregated")
-    with Stack(model, folder, RUST, workers=1, engine=SGLANG) as stack:
-        return {name: stack.chat("rust", content).text for name, content in asked.items()}
 
 
 @pytest.fixture(scope="module", params=["aggregated", "prefill and decode"])
 def stack(
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    expected: Mapping[str, str],  # its worker is gone before these are started
+    sglang_expected: Mapping[str, Any],  # its worker is gone before these are started
     request: pytest.FixtureRequest,
 ) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("roles")
@@ -57,21 +38,22 @@ def stack(
         else:
             stack.add_worker(*prefill_args(), TO_ENCODER)
             stack.add_worker(*DECODE_ARGS)
-        for name, spec in RUST.items():
-            stack.add_frontend(name, spec)
+        stack.add_frontend("rust", RUST)
         stack.wait_ready()
         yield stack
 
 
 def test_answers_are_those_of_a_worker_that_encodes_by_itself(
-    stack: Stack, asked: Mapping[str, Any], expected: Mapping[str, str]
+    stack: Stack,
+    asked: Mapping[str, Mapping[str, Any]],
+    sglang_expected: Mapping[str, Mapping[str, str]],
 ) -> None:
     first_role = "prefill" if len(stack.worker) == 3 else "agg"
     # A picture that was seen is not encoded again, in whatever company it comes.
     new = {"text": 0, "one image": 1, "two images": 1, "two images swapped": 0}
-    for name, content in asked.items():
+    for name, content in asked["rust"].items():
         first, again = stack.ask("rust", content), stack.ask("rust", content)
-        assert (first.text, again.text) == (expected[name],) * 2, name
+        assert (first.text, again.text) == (sglang_expected["rust"][name],) * 2, name
         assert first.of("encode").processed_images == new[name], name
         assert again.processed_images == 0, name
         assert first.processed_images == new[name], name

@@ -3,9 +3,9 @@ from media that was processed once and never seen by decode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
@@ -13,71 +13,21 @@ pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
 from tests.direct import IMAGE, DirectClient
-from tests.engines import SGLANG, SGLANG_ROLES
+from tests.disagg.sglang_deployment import DECODE_ARGS, DOORS, prefill_args
+from tests.engines import SGLANG
 from tests.pictures import data_uri, part, picture
-from tests.stack import FrontendSpec, Stack, free_port
+from tests.stack import Stack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-DOORS: Final = {
-    "rust": FrontendSpec("rust", "off"),
-    "vllm-shm": FrontendSpec("vllm", "shm"),
-}
-
-
-def prefill_args() -> Sequence[str]:
-    """Of one prefill worker of a host; each has a bootstrap port of its own."""
-    port = str(free_port())
-    return (
-        "--disaggregation-mode", "prefill", *SGLANG_ROLES["prefill"],
-        "--disaggregation-bootstrap-port", port,
-    )  # fmt: skip
-
-
-DECODE_ARGS: Final = ("--disaggregation-mode", "decode", *SGLANG_ROLES["decode"])
-
-
-def questions(door: str) -> dict[str, Any]:
-    """What is asked at one door, with pictures that no other door has seen."""
-    one, other = picture(), picture()
-    first, second = part(data_uri(one)), part(data_uri(other))
-    return {
-        "text": f"{door} says " + "one two three four five six seven eight " * 8,
-        "one image": [first, "Describe the image"],
-        "two images": [first, second, "Describe the image"],
-        "two images swapped": [second, first, "Describe the image"],
-    }
-
-
-@pytest.fixture(scope="module")
-def asked() -> Mapping[str, Mapping[str, Any]]:
-    return {door: questions(door) for door in DOORS}
-
-
-@pytest.fixture(scope="module")
-def expected(
-    tiny_model: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    asked: Mapping[str, Mapping[str, Any]],
-) -> Mapping[str, Mapping[str, str]]:
-    """What an aggregated worker answers."""
-    folder = tmp_path_factory.mktemp("aggregated")
-    spec = {"rust": FrontendSpec("rust", "off")}
-    with Stack(tiny_model("qwen2_5_vl"), folder, spec, workers=1, engine=SGLANG) as stack:
-        return {
-            door: {name: stack.chat("rust", content).text for name, content in contents.items()}
-            for door, contents in asked.items()
-        }
 
 
 @pytest.fixture(scope="module")
 def stack(
-    tiny_model: Callable[[str], Path],
+    model: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    expected: Mapping[str, Any],  # its worker is gone before these are started
+    sglang_expected: Mapping[str, Any],  # its worker is gone before these are started
 ) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("roles")
-    model = tiny_model("qwen2_5_vl")
     with Stack(model, folder, {}, workers=0, engine=SGLANG) as stack:
         stack.add_worker(*prefill_args())
         stack.add_worker(*DECODE_ARGS)
@@ -96,7 +46,7 @@ def test_answers_are_those_of_an_aggregated_worker(
     stack: Stack,
     door: str,
     asked: Mapping[str, Mapping[str, Any]],
-    expected: Mapping[str, Mapping[str, str]],
+    sglang_expected: Mapping[str, Mapping[str, str]],
 ) -> None:
     """And media is processed once in the whole deployment, at most: new or repeated."""
     transfers = DOORS[door].transfer != "off"
@@ -111,7 +61,7 @@ def test_answers_are_those_of_an_aggregated_worker(
     }
     for name, content in asked[door].items():
         first, again = stack.ask(door, content), stack.ask(door, content)
-        assert (first.text, again.text) == (expected[door][name],) * 2, name
+        assert (first.text, again.text) == (sglang_expected[door][name],) * 2, name
         began, repeated = first.of("prefill"), again.of("prefill")
         assert (began.outcome, began.processed_images) == new[name], name
         repeat = "text" if name == "text" else "hit"

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.disagg.test_sglang_pd import DECODE_ARGS, prefill_args
+from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import SGLANG
 from tests.pictures import data_uri, part, picture
 from tests.stack import FrontendSpec, Process, Stack, Stream, wait_for

@@ -11,7 +11,7 @@ import json
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +22,16 @@ pytest.importorskip("dynamo.llm")
 
 from tests.direct import DirectClient, FrontendDouble, Reply
 from tests.direct import request as direct_request
+from tests.disagg.deployment import PROMPTS, ROLE, RUST, the
 from tests.pictures import data_uri, part, picture
 from tests.stack import FrontendSpec, Process, Seen, Stack, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-ROLE = "--disaggregation-mode"
-FRONTENDS = {"rust": FrontendSpec("rust", "off"), "vllm": FrontendSpec("vllm", "shm")}
+FRONTENDS = {"rust": RUST, "vllm": FrontendSpec("vllm", "shm")}
 
-ONE, OTHER = part(data_uri(picture(101))), part(data_uri(picture(102)))
-PROMPTS: Mapping[str, list[Any]] = {
-    "text": ["one two three four five six seven eight " * 8],
-    "one image": [ONE, "Describe the image"],
-    "two images": [ONE, OTHER, "Compare the images"],
-    "two images swapped": [OTHER, ONE, "Compare the images"],
-    "image at the end": ["What is in this image?", ONE],
-}
 REQUESTS = "dynamo_worker_ext_requests_total"
 LOST_KV = "dynamo_worker_ext_handoff_failures_total"
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[[str], Path]) -> Path:
-    return tiny_model("qwen2_5_vl")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What one aggregated worker answers."""
-    folder = tmp_path_factory.mktemp("aggregated")
-    with Stack(model, folder, {"rust": FRONTENDS["rust"]}, workers=1) as stack:
-        return {name: stack.chat("rust", content).text for name, content in PROMPTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +55,6 @@ def ask(stack: Stack, door: str, *content: Any, **options: Any) -> Seen:
     seen = stack.ask(door, list(content), **options)
     assert seen.answer.status == 200, seen.answer.body
     return seen
-
-
-def the(stack: Stack, role: str) -> Process:
-    """The one live worker of a role."""
-    (worker,) = [one for one in stack.worker if one.role == role and one.alive]
-    return worker
 
 
 def idle(stack: Stack, timeout: float = 90.0) -> None:
