@@ -21,15 +21,18 @@ from sglang.srt.runtime_context import publish
 
 from dynamo_worker_ext.errors import (
     EngineError,
+    InvalidTransferError,
     RequestError,
     StartupError,
     UnsupportedOptionError,
 )
 from dynamo_worker_ext.sglang.args import Config
 from dynamo_worker_ext.sglang.features import FAMILIES
+from dynamo_worker_ext.transfer.kwargs import KwargsItem
+from dynamo_worker_ext.wire import MediaItem
 from dynamo_worker_ext.wire.types import MAX_ITEMS
 from dynamo_worker_ext.worker.encode import EncodeWorker
-from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion
+from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion, ProcessedImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,8 +62,15 @@ class SglangEncoder:
         self._thread.start()
         return await self._on_thread(self._load(server_args))
 
+    def check(self, item: MediaItem, payload: KwargsItem) -> None:
+        raise InvalidTransferError(
+            "this encode worker takes no images that were processed", reason="invalid_type"
+        )
+
     async def encode(
-        self, images: Sequence[Image], processor_kwargs: Mapping[str, Any] | None
+        self,
+        images: Sequence[Image | ProcessedImage],
+        processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Encoded]:
         if processor_kwargs:
             raise UnsupportedOptionError(
@@ -68,7 +78,7 @@ class SglangEncoder:
             )
         if self._encoder is None:
             raise EngineError("the encoder is not running")
-        return await self._on_thread(self._encode(list(images)))
+        return await self._on_thread(self._encode(images))
 
     def is_dead(self) -> bool:
         return self._encoder is not None and not self._thread.is_alive()
@@ -115,13 +125,13 @@ class SglangEncoder:
             probe_tokens=(self._token,),
         )
 
-    async def _encode(self, images: list[Image]) -> list[Encoded]:
+    async def _encode(self, images: Sequence[Image | ProcessedImage]) -> list[Encoded]:
         encoder = self._encoder
         request = {
             "req_id": uuid.uuid4().hex,
             "num_parts": 1,
             "part_idx": 0,
-            "mm_items": images,
+            "mm_items": list(images),
             "hashes": None,
         }
         try:

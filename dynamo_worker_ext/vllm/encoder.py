@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
+from PIL import Image
 from vllm.exceptions import VLLMClientError
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
@@ -24,16 +25,18 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from dynamo_worker_ext.errors import EngineError, InvalidTransferError, StartupError
 from dynamo_worker_ext.transfer import codec
+from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.vllm.args import Config
 from dynamo_worker_ext.vllm.ec_role import silent_producer
 from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
+from dynamo_worker_ext.vllm.reference import ItemReference, learn_references
 from dynamo_worker_ext.vllm.tower import BATCH, EMBEDDINGS, VisionTower
+from dynamo_worker_ext.wire import MediaItem
 from dynamo_worker_ext.worker.encode import EncodeWorker
-from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion
+from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion, ProcessedImage
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class VllmEncoder:
         self._processor: Any = None
         self._prompt: list[int] = []
         self._most_tokens = 0
+        self._reference: ItemReference | None = None
+        self._target: tuple[int, ...] = ()
 
     async def start(self) -> EncoderInfo:
         args = self._engine_args
@@ -99,16 +104,35 @@ class VllmEncoder:
             text = processor.dummy_inputs.get_dummy_text({"image": 1})
             tokenizer = processor.info.get_tokenizer()
             self._prompt = list(tokenizer.encode(text, add_special_tokens=False))
+            await self._learn(llm)
         return EncoderInfo(
             engine_version=importlib.metadata.version("vllm"),
             limits=limits,  # type: ignore[arg-type]
             context_length=vllm_config.model_config.max_model_len,
             block_size=vllm_config.cache_config.block_size,
             probe_tokens=self._prompt,
+            takes_processed=self._reference is not None,
         )
 
+    async def _learn(self, llm: AsyncLLM) -> None:
+        """What an image is to look like that a frontend has processed, and what it replaces."""
+        loop, executor = asyncio.get_running_loop(), llm.renderer._mm_executor
+        known = await loop.run_in_executor(executor, learn_references, self._processor, ("image",))
+        picture = Image.new("RGB", (64, 64))
+        example = await loop.run_in_executor(executor, self._process, picture, None)
+        self._reference, self._target = known.get("image"), example.expansion.target
+
+    def check(self, item: MediaItem, payload: KwargsItem) -> None:
+        if self._reference is None:
+            raise InvalidTransferError(
+                "this model's processed images are not known", reason="invalid_type"
+            )
+        self._reference.check(payload, item)
+
     async def encode(
-        self, images: Sequence[Image], processor_kwargs: Mapping[str, Any] | None
+        self,
+        images: Sequence[Image.Image | ProcessedImage],
+        processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Encoded]:
         llm = self._llm
         if llm is None:
@@ -117,7 +141,12 @@ class VllmEncoder:
         try:
             processed = await loop.run_in_executor(
                 llm.renderer._mm_executor,
-                lambda: [self._process(image, processor_kwargs) for image in images],
+                lambda: [
+                    self._take(image)
+                    if isinstance(image, ProcessedImage)
+                    else self._process(image, processor_kwargs)
+                    for image in images
+                ],
             )
         except (VLLMClientError, ValueError) as error:
             raise as_ours(error) from error
@@ -148,7 +177,17 @@ class VllmEncoder:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown)
 
-    def _process(self, image: Image, options: Mapping[str, Any] | None) -> _Processed:
+    def _take(self, image: ProcessedImage) -> _Processed:
+        """An item that was processed elsewhere, and checked."""
+        where, grid = image.item.placeholder, image.payload.fields.get("image_grid_thw")
+        return _Processed(
+            payload=b"".join(codec.encode(image.payload)),
+            grid=None if grid is None else cast("torch.Tensor", grid.data).flatten().long(),
+            expansion=Expansion(self._target, image.runs),
+            tokens=where.length if where.is_embed is None else sum(where.is_embed),
+        )
+
+    def _process(self, image: Image.Image, options: Mapping[str, Any] | None) -> _Processed:
         """Have the model's processor make one item. On the renderer's thread."""
         output = self._processor.apply(
             ProcessorInputs(

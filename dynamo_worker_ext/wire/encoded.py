@@ -14,7 +14,8 @@ It is a handle and never the tensors::
 
 Items are in the order of the prompt. None at all means that the encode worker passes the request
 on as it came. `read` makes of a handle and the prompt's tokens what pre-processed media is too: a
-`Transfer`, so that one policy decides about both.
+`Transfer`, so that one policy decides about both. Of a request that came pre-processed the handle's
+items are those of its transfer, in the same order and at the same places.
 """
 
 from __future__ import annotations
@@ -81,13 +82,19 @@ def write(items: Sequence[EncodedItem], offers: Iterable[Mapping[str, Any]]) -> 
     return handle
 
 
-def read(value: object, token_ids: Sequence[int], max_item_bytes: int) -> Transfer | None:
+def read(
+    value: object,
+    token_ids: Sequence[int],
+    max_item_bytes: int,
+    preprocessed: Transfer | None = None,
+) -> Transfer | None:
     """Check a handle, and line it up with the prompt that it belongs to.
 
     Args:
         value: the request's ``encoder_result``.
         token_ids: the prompt before expansion.
         max_item_bytes: the largest payload of one item that is accepted.
+        preprocessed: the transfer that the same request carries, if it does.
 
     Returns:
         None where the encode worker passed the request on.
@@ -108,7 +115,10 @@ def read(value: object, token_ids: Sequence[int], max_item_bytes: int) -> Transf
         return None
     for item in handle.items:
         _check(item, max_item_bytes)
-    tokens, places = _expand(list(token_ids), handle.items)
+    if preprocessed is None:
+        tokens, places = _expand(list(token_ids), handle.items)
+    else:
+        tokens, places = preprocessed.expanded_token_ids, _places(handle.items, preprocessed)
     hashes: dict[str, list[str]] = {}
     placeholders: dict[str, list[Placeholder]] = {}
     for item, place in zip(handle.items, places, strict=True):
@@ -174,6 +184,24 @@ def _check(item: EncodedItem, max_item_bytes: int) -> None:
             f"a grid of {patches} patches does not make {tokens} embeddings",
             reason="invalid_type",
         )
+
+
+def _places(items: Sequence[EncodedItem], preprocessed: Transfer) -> list[Placeholder]:
+    """Where a transfer has the items, which are to be the same."""
+    known = [(item.modality, item.mm_hash) for item in preprocessed.items]
+    if known != [(item.modality, item.mm_hash) for item in items]:
+        raise InvalidTransferError(
+            "the items of encoder_result are not those of the request", reason="invalid_hash"
+        )
+    places = [item.placeholder for item in preprocessed.items]
+    for item, place in zip(items, places, strict=True):
+        room = place.length if place.is_embed is None else sum(place.is_embed)
+        if item.shape[0] != room:
+            raise InvalidTransferError(
+                f"{item.shape[0]} embeddings do not fit a placeholder with room for {room}",
+                reason="invalid_placeholder",
+            )
+    return places
 
 
 def _expand(

@@ -32,12 +32,14 @@ def parse(request: Mapping[str, Any], *, max_item_bytes: int) -> MediaRequest:
     transfer: Transfer | None = None
     transfer_error: InvalidTransferError | None = None
     try:
-        transfer = parse_transfer(extra, max_item_bytes)
-        if transfer is None and (handle := request.get("encoder_result")) is not None:
-            transfer = encoded.read(handle, request.get("token_ids") or [], max_item_bytes)
+        preprocessed = transfer = parse_transfer(extra, max_item_bytes)
+        if (handle := request.get("encoder_result")) is not None:
+            token_ids = request.get("token_ids") or []
+            encodings = encoded.read(handle, token_ids, max_item_bytes, preprocessed)
             # With options an encode worker derives identities of its own.
-            if transfer is not None and not (kwargs or io_kwargs):
-                encoded.check_identities(transfer, hashes)
+            if encodings is not None and preprocessed is None and not (kwargs or io_kwargs):
+                encoded.check_identities(encodings, hashes)
+            transfer = encodings or transfer
     except InvalidTransferError as error:
         transfer, transfer_error = None, error
     return MediaRequest(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dynamo_worker_ext.errors import EngineError, RequestError
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.worker.encoder import Encoded, Encoder
+from dynamo_worker_ext.worker.encoder import Encoded, Encoder, ProcessedImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,7 +19,7 @@ _MAX_IMAGES: Final = 16
 
 
 class _Waiting(NamedTuple):
-    image: Image
+    image: Image | ProcessedImage
     processor_kwargs: Mapping[str, Any] | None
     result: asyncio.Future[Encoded]
 
@@ -38,7 +38,9 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
         self._running: asyncio.Task[None] | None = None
 
-    async def encode(self, image: Image, processor_kwargs: Mapping[str, Any] | None) -> Encoded:
+    async def encode(
+        self, image: Image | ProcessedImage, processor_kwargs: Mapping[str, Any] | None = None
+    ) -> Encoded:
         """Encode one image, together with others that wait.
 
         Raises:

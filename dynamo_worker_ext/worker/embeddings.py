@@ -111,6 +111,9 @@ class EmbeddingStore:
             self.lease([embedding])
         return embedding
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._cached
+
     def lease(self, embeddings: Iterable[Embedding]) -> None:
         """Keep these readable for the time of a lease from now on."""
         until = self._clock() + self._lease_s

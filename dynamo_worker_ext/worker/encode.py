@@ -1,5 +1,7 @@
 """The encode worker: images in, a handle to their embeddings out. The same for both engines.
 
+Images come raw, or as a frontend has processed them, over a transport of ours.
+
 The prefill or aggregated worker that comes next gets the handle as ``encoder_result``
 (`dynamo_worker_ext.wire.encoded`) and reads the embeddings over a transport of ours. What this
 worker does not encode it passes on: a handle without items has the next worker process the raw
@@ -10,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+import msgspec
 from dynamo.common.backend.engine import EngineConfig, LlmRegistration
 from dynamo.common.backend.health_check import build_health_check_payload, is_probe
 from dynamo.common.backend.multimodal import encoder_terminal_chunk
@@ -23,26 +27,35 @@ from dynamo_worker_ext.card import BackendFramework, WorkerCard, host_identity
 from dynamo_worker_ext.errors import (
     LimitExceededError,
     MediaLoadError,
+    MediaLostError,
     StartupError,
     TransferError,
     TransportUnavailableError,
 )
 from dynamo_worker_ext.hashing import HashMode
+from dynamo_worker_ext.ingest import Ingest
 from dynamo_worker_ext.media import MediaLoader
-from dynamo_worker_ext.transfer import MmKwargsSender, codec
+from dynamo_worker_ext.transfer import MmKwargsReceiver, MmKwargsSender, codec
+from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.worker.base import Worker
 from dynamo_worker_ext.worker.batch import Batcher
 from dynamo_worker_ext.worker.embeddings import Embedding, EmbeddingStore, Key
-from dynamo_worker_ext.worker.encoder import Encoder
+from dynamo_worker_ext.worker.encoder import Encoder, ProcessedImage
 from dynamo_worker_ext.worker.images import (
     ImageToEncode,
     content_hash,
     encoded_item,
     images_of,
     known_picture,
+    options_of,
     payload_of,
+    processed,
+    scope_of,
 )
 from dynamo_worker_ext.worker.options import WorkerOptions
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +83,27 @@ class EncodeConfig(Protocol):
     def frontend_decoding(self) -> bool: ...
 
 
+class _Reading:
+    """What the policy of ingest has to know to read processed images for an encode worker."""
+
+    mixes_raw_and_held = True
+
+    def __init__(self, holds: Callable[[Key], bool], encoder: Encoder) -> None:
+        self._holds = holds
+        self._encoder = encoder
+        self.limits: Mapping[wire.Modality, int] = {"image": wire.MAX_ITEMS}
+
+    def holds(self, mm_hash: str, scope: str = "") -> bool:
+        return self._holds((scope, mm_hash))
+
+    def check(self, transfer: wire.Transfer) -> None:
+        """Who takes the embeddings looks at the prompt."""
+
+    def convert(self, item: wire.MediaItem, payload: KwargsItem) -> KwargsItem:
+        self._encoder.check(item, payload)
+        return payload
+
+
 class EncodeWorker(Worker):
     """Serves the vision side of one engine; a subclass says of which.
 
@@ -87,6 +121,7 @@ class EncodeWorker(Worker):
         self._batcher = Batcher(encoder, self.metrics)
         self._store: EmbeddingStore | None = None
         self._making: dict[Key, asyncio.Task[Embedding]] = {}
+        self._receivers: dict[str, MmKwargsReceiver[Any]] = {}
 
     @property
     def engine_prefix(self) -> str:
@@ -103,6 +138,11 @@ class EncodeWorker(Worker):
         self._info = info
         self._loader = MediaLoader(
             frontend_decoding=config.frontend_decoding, cache_mb=options.media_cache_mb
+        )
+        if info.takes_processed:
+            self._receivers = self.open_receivers()
+        self._reader = Ingest(
+            _Reading(self._holds, self._encoder), self._receivers, self._loader, self.metrics
         )
         self._store = EmbeddingStore(
             await self._open_senders(),
@@ -121,6 +161,8 @@ class EncodeWorker(Worker):
             engine_version=info.engine_version,
             mm_hash_mode=mode,
             mm_hash_hex_chars=mode.hex_chars,
+            transports=tuple(self._receivers),
+            max_item_bytes=options.max_item_bytes,
             host_id=host_identity(),
             modalities=tuple(info.limits),
         )
@@ -188,6 +230,8 @@ class EncodeWorker(Worker):
             task.cancel()
         await asyncio.gather(*making, return_exceptions=True)
         await self._batcher.close()
+        while self._receivers:
+            await self._receivers.popitem()[1].close()
         if self._store is not None:
             await self._store.close()
             self._store = None
@@ -221,17 +265,19 @@ class EncodeWorker(Worker):
                     f"the request carries {count} {modality} item(s); this worker takes at most "
                     f"{limit} (--limit-mm-per-prompt)"
                 )
-        # Pre-processed media is read where it is used; other media than images is not encoded.
-        if list(media.raw) != ["image"] or media.transfer is not None:
-            return self._pass_on()
-        images = images_of(request, media)
-        if is_probe(request):
-            # Is to prove that the tower works, not that the cache does.
-            for image in images:
-                await self._batcher.encode(await self._load(image), image.processor_kwargs)
-            return wire.write_encoded([], [])
         try:
-            found = await _all(self._embedding(image) for image in images)
+            found = await self._processed(request, media)
+            if found is None:
+                # Other media than images is not encoded.
+                if list(media.raw) != ["image"] or media.transfer is not None:
+                    return self._pass_on()
+                images = images_of(request, media)
+                if is_probe(request):
+                    # Is to prove that the tower works, not that the cache does.
+                    for image in images:
+                        await self._batcher.encode(await self._load(image), image.processor_kwargs)
+                    return wire.write_encoded([], [])
+                found = await _all(self._embedding(image) for image in images)
         except TransferError as error:
             self._warn(error.reason, "embeddings cannot be offered: %s; passing on", error)
             return self._pass_on()
@@ -261,19 +307,50 @@ class EncodeWorker(Worker):
         self.metrics.requests.labels("passed_on", "none").inc()
         return wire.write_encoded([], [])
 
+    async def _processed(
+        self, request: Mapping[str, Any], media: wire.MediaRequest
+    ) -> list[tuple[Embedding, str]] | None:
+        """The embeddings of images that came processed; None where they are to be passed on.
+
+        What cannot be read here is passed on as well: whoever comes next has raw media to fall
+        back to, or says what is lost.
+        """
+        transfer = media.transfer
+        if transfer is None or not self._info.takes_processed:
+            return None
+        if any(item.modality != "image" for item in transfer.items):
+            return None
+        # With options an image becomes something else.
+        scope = scope_of(request) + options_of(media)
+        try:
+            # Without raw media, which would be loaded in its place.
+            alone = msgspec.structs.replace(media, raw={})
+            read = await self._reader.resolve(alone, engine_scope=scope)
+        except MediaLostError:
+            return None
+        return await _all(
+            self._once((scope, item.mm_hash), partial(self._make_processed, scope, image))
+            for item, image in zip(transfer.items, processed(transfer, read.payloads), strict=True)
+        )
+
     async def _embedding(self, image: ImageToEncode) -> tuple[Embedding, str]:
-        """One embedding, and whether it was ``cached``, ``shared`` or had to be ``encoded``."""
         pixels = None
         if image.identity is None:
             pixels = await self._load(image)
             image.identity = await asyncio.to_thread(content_hash, pixels, image.options)
         key = (image.scope, image.identity)
+        return await self._once(key, lambda: self._make(image, pixels, key))
+
+    async def _once(
+        self, key: Key, make: Callable[[], Coroutine[Any, Any, Embedding]]
+    ) -> tuple[Embedding, str]:
+        """One embedding, and whether it was ``cached``, ``shared`` or had to be ``encoded``."""
         if (cached := self._ready_store().get(key)) is not None:
             return cached, "cached"
         source = "shared"
         if (making := self._making.get(key)) is None:
             source = "encoded"
-            making = asyncio.create_task(self._make(image, pixels, key))
+            making = asyncio.create_task(make())
             self._making[key] = making
             making.add_done_callback(lambda task: self._made(key, task))
         # Whoever gives up does not take it from the others.
@@ -287,7 +364,20 @@ class EncodeWorker(Worker):
     async def _make(self, image: ImageToEncode, pixels: Any, key: Key) -> Embedding:
         if pixels is None:
             pixels = await self._load(image)
-        encoded = await self._batcher.encode(pixels, image.processor_kwargs)
+        return await self._encode(pixels, image.processor_kwargs, key)
+
+    async def _make_processed(self, scope: str, image: ProcessedImage | None) -> Embedding:
+        if image is None:
+            raise TransportUnavailableError("an embedding was evicted while its request was read")
+        return await self._encode(image, None, (scope, image.item.mm_hash))
+
+    async def _encode(
+        self,
+        image: Image | ProcessedImage,
+        processor_kwargs: Mapping[str, Any] | None,
+        key: Key,
+    ) -> Embedding:
+        encoded = await self._batcher.encode(image, processor_kwargs)
         pieces = codec.encode(payload_of(encoded))
         return await self._ready_store().put(key, encoded_item(encoded, key[1]), pieces)
 
@@ -302,6 +392,10 @@ class EncodeWorker(Worker):
         if not hasattr(pixels, "convert"):
             raise MediaLoadError(f"an image was expected, got {type(pixels).__name__}")
         return pixels
+
+    def _holds(self, key: Key) -> bool:
+        """Whether an embedding is there or on its way."""
+        return key in self._ready_store() or key in self._making
 
     def _ready_store(self) -> EmbeddingStore:
         if self._store is None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from dynamo_worker_ext.wire import Modality
+from dynamo_worker_ext.transfer.kwargs import KwargsItem
+from dynamo_worker_ext.wire import MediaItem, Modality
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,20 @@ class Expansion(NamedTuple):
     """
 
     target: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+
+
+class ProcessedImage(NamedTuple):
+    """An image that a frontend has put through the model's processor.
+
+    Attributes:
+        item: what it is, and where it stands in the expanded prompt.
+        payload: its tensors, which the encoder has checked.
+        runs: its placeholder's tokens, as `Expansion.runs`.
+    """
+
+    item: MediaItem
+    payload: KwargsItem
     runs: tuple[tuple[int, int], ...]
 
 
@@ -56,6 +71,7 @@ class EncoderInfo:
         context_length: of the model, in tokens.
         block_size: tokens of a KV block, as the workers that take its embeddings have it.
         probe_tokens: a prompt that holds one image, before expansion; for the health check.
+        takes_processed: `Encoder.encode` takes `ProcessedImage` too.
         engine_config: more for the SDK's `EngineConfig.runtime_data`.
     """
 
@@ -64,6 +80,7 @@ class EncoderInfo:
     context_length: int
     block_size: int
     probe_tokens: Sequence[int] = ()
+    takes_processed: bool = False
     engine_config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -81,15 +98,24 @@ class Encoder(Protocol):
             StartupError: it cannot serve as it was started.
         """
 
+    def check(self, item: MediaItem, payload: KwargsItem) -> None:
+        """Refuse a processed image that this model's tower does not take.
+
+        Raises:
+            InvalidTransferError: it is not what this model's processor makes for `item`.
+        """
+
     async def encode(
-        self, images: Sequence[Image], processor_kwargs: Mapping[str, Any] | None
+        self,
+        images: Sequence[Image | ProcessedImage],
+        processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Encoded]:
         """Encode a batch; the results are in its order.
 
         Must not block the event loop for longer than some milliseconds.
 
         Args:
-            images: RGB pictures.
+            images: RGB pictures, and such that were processed and checked.
             processor_kwargs: options for the model's processor, the same for all of them.
 
         Raises:

@@ -8,12 +8,13 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from dynamo_worker_ext import wire
 from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 from dynamo_worker_ext.wire import EncodedItem
-from dynamo_worker_ext.worker.encoder import Encoded
+from dynamo_worker_ext.worker.encoder import Encoded, ProcessedImage
 from dynamo_worker_ext.worker.routing import cache_salt
 
 if TYPE_CHECKING:
@@ -48,22 +49,46 @@ def images_of(request: Mapping[str, Any], media: wire.MediaRequest) -> list[Imag
     With processor or decoding options an image becomes something else, which is not to be taken
     for what it is without them.
     """
-    raw = media.raw["image"]
-    of_processor, of_loader = media.mm_processor_kwargs, media.media_io_kwargs
-    options = ""
-    if of_processor or of_loader:
-        options = json.dumps([of_processor, of_loader], sort_keys=True)
+    raw, options = media.raw["image"], options_of(media)
     hashes: Sequence[str | None] = media.mm_hashes.get("image", ())
     if len(hashes) != len(raw):
         hashes = [None] * len(raw)
     elif options:
         hashes = [hashlib.sha256(f"{one} {options}".encode()).hexdigest() for one in hashes]
     cache_scope = request.get("image_cache_scope")
-    scope = json.dumps([cache_salt(request), cache_scope])
+    scope = scope_of(request)
+    of_processor, of_loader = media.mm_processor_kwargs, media.media_io_kwargs
     return [
         ImageToEncode(one, mm_hash, scope, cache_scope, of_processor, of_loader, options)
         for one, mm_hash in zip(raw, hashes, strict=True)
     ]
+
+
+def scope_of(request: Mapping[str, Any]) -> str:
+    """What keeps a request's images apart from the same ones of others."""
+    return json.dumps([cache_salt(request), request.get("image_cache_scope")])
+
+
+def options_of(media: wire.MediaRequest) -> str:
+    """Processor and decoding options as JSON; empty if there are none."""
+    if not media.mm_processor_kwargs and not media.media_io_kwargs:
+        return ""
+    return json.dumps([media.mm_processor_kwargs, media.media_io_kwargs], sort_keys=True)
+
+
+def processed(
+    transfer: wire.Transfer, payloads: Sequence[KwargsItem | None] | None
+) -> list[ProcessedImage | None]:
+    """What was read of a transfer's images, aligned with them; None for one that was not."""
+    tokens = transfer.expanded_token_ids
+    found: list[ProcessedImage | None] = []
+    for item, payload in zip(transfer.items, payloads or (), strict=True):
+        where = item.placeholder
+        runs = tuple(
+            (token, len(list(run))) for token, run in groupby(tokens[where.offset : where.end])
+        )
+        found.append(None if payload is None else ProcessedImage(item, payload, runs))
+    return found
 
 
 def known_picture() -> str:

@@ -17,14 +17,16 @@ pytest.importorskip("dynamo.llm")
 
 from tests.disagg.deployment import PROMPTS, ROLE, RUST, Deployment, ask, the
 from tests.pictures import data_uri, part, picture
-from tests.stack import Process, Stack, wait_for
+from tests.stack import FrontendSpec, Process, Stack, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+FRONTENDS = {"rust": RUST, "vllm": FrontendSpec("vllm", "shm")}
 
 
 @pytest.fixture(scope="module")
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Deployment(model, tmp_path_factory.mktemp("epd"), {"rust": RUST}, workers=0)
+    stack = Deployment(model, tmp_path_factory.mktemp("epd"), FRONTENDS, workers=0)
     stack.add_worker(ROLE, "encode")
     stack.add_worker("--route-to-encoder")
     with stack:
@@ -85,6 +87,25 @@ def test_an_image_is_processed_once_and_by_the_encode_worker(stack: Stack) -> No
     assert (consumer.outcome, consumer.items) == ("hit", {"hit": 1})
     assert again.processed_images == again.received_bytes == 0
     # The worker has all that can be had, and the router knew.
+    assert again.predicted_tokens == again.answer.cached_tokens == again.answer.reusable_tokens > 0
+
+
+def test_an_image_that_the_frontend_has_processed_is_encoded_from_what_it_sends(
+    stack: Stack, expected: Mapping[str, str]
+) -> None:
+    """By the encode worker, which has no processor to do, and who comes next reads no pixels."""
+    for name, content in PROMPTS.items():
+        assert stack.ask("vllm", list(content)).text == expected[name], name
+    new = part(data_uri(picture()))
+    first = stack.ask("vllm", [new, "Describe the image"])
+    assert first.processed_images == 0
+    assert first.of("encode").items == {"encoded": 1}
+    assert first.of("encode").received_bytes > 0
+    assert first.of("agg").outcome == "received"
+    again = stack.ask("vllm", [new, "Describe the image"])
+    assert again.text == first.text
+    assert again.of("encode").items == {"cached": 1}
+    assert (again.of("agg").outcome, again.received_bytes) == ("hit", 0)
     assert again.predicted_tokens == again.answer.cached_tokens == again.answer.reusable_tokens > 0
 
 

@@ -15,10 +15,18 @@ import torch
 from dynamo.common.backend.health_check import HEALTH_CHECK_KEY
 from dynamo.llm import exceptions
 
-from dynamo_worker_ext.errors import EngineError, RequestError, StartupError
+from dynamo_worker_ext import wire
+from dynamo_worker_ext.errors import (
+    EngineError,
+    InvalidTransferError,
+    RequestError,
+    StartupError,
+)
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.transfer import MmKwargsSender
-from dynamo_worker_ext.transfer.fake import FakeSender, Fault
+from dynamo_worker_ext.transfer import MmKwargsReceiver, MmKwargsSender, codec
+from dynamo_worker_ext.transfer.base import Limits
+from dynamo_worker_ext.transfer.fake import FakeReceiver, FakeSender, Fault
+from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 from dynamo_worker_ext.worker import add_worker_arguments, worker_options
 from dynamo_worker_ext.worker.batch import Batcher
 from dynamo_worker_ext.worker.encode import EncodeWorker
@@ -38,19 +46,26 @@ class SlowEncoder:
         self.batches: list[int] = []
         self.error: Exception | None = None
         self.closed = 0
+        self.takes_processed = True
+        self.images: list[Any] = []
 
     async def start(self) -> EncoderInfo:
-        return EncoderInfo("1", {"image": 3}, 100, 16, (IMAGE,))
+        return EncoderInfo("1", {"image": 3}, 100, 16, (IMAGE,), self.takes_processed)
+
+    def check(self, item: wire.MediaItem, payload: KwargsItem) -> None:
+        if "pixel_values" not in payload.fields:
+            raise InvalidTransferError("no pixels", reason="invalid_type")
 
     async def encode(
         self, images: Sequence[Any], processor_kwargs: Mapping[str, Any] | None
     ) -> list[Encoded]:
         self.batches.append(len(images))
+        self.images += images
         self.called.set()
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        if any(image.width % 2 for image in images):
+        if any(getattr(image, "width", 0) % 2 for image in images):
             raise RequestError("an odd width")
         return [
             Encoded(
@@ -90,10 +105,16 @@ class PlainWorker(EncodeWorker):
 
 class SmallWorker(PlainWorker):
     sender: FakeArena
+    receiver: FakeReceiver
 
     async def _open_senders(self) -> dict[str, MmKwargsSender[Any]]:
         self.sender = FakeArena()
         return {"arena": self.sender}
+
+    def open_receivers(self) -> dict[str, MmKwargsReceiver[Any]]:
+        limits = Limits(self.options.max_item_bytes, self.options.transfer_timeout_s)
+        self.receiver = FakeReceiver(limits, self.metrics)
+        return {"shm": self.receiver}
 
 
 class Context:
@@ -134,6 +155,7 @@ async def worker(
     await worker.cleanup()
     assert encoder.closed == 1
     assert worker.sender.closed
+    assert not encoder.takes_processed or worker.receiver.closed
 
 
 def request(*uris: str, hashes: Sequence[str] | None = None, **fields: Any) -> dict[str, Any]:
@@ -190,6 +212,92 @@ async def test_what_is_not_encoded_is_passed_on(
     assert found == {"version": 1, "items": []}
     assert outcomes(worker) == {"passed_on": 1}
     assert not encoder.batches
+
+
+def pixels(value: int = 0) -> KwargsItem:
+    field = KwargsField(torch.full((16, 8), value, dtype=torch.float32), "batched", {})
+    return KwargsItem({"pixel_values": field})
+
+
+async def processed(
+    worker: SmallWorker, *items: KwargsItem, hashes: Sequence[str], **fields: Any
+) -> dict[str, Any]:
+    """A request whose images a frontend has processed."""
+    refs = await worker.receiver.sender.offer([codec.encode(item) for item in items])
+    offer = wire.write_offer("shm", ["image"] * len(items), hashes, dict(enumerate(refs)))
+    places = [wire.Placeholder(1 + 4 * i, 4) for i, _ in enumerate(items)]
+    extra = {
+        "expanded_token_ids": [1, *[IMAGE] * 4 * len(items)],
+        "mm_hashes_by_modality": {"image": list(hashes)},
+        "mm_placeholders_by_modality": {
+            "image": [{"offset": one.offset, "length": one.length} for one in places]
+        },
+        **offer,
+    }
+    return {"token_ids": [1, *[IMAGE] * len(items)], "extra_args": extra, **fields}
+
+
+A, B = "a" * 64, "b" * 64
+
+
+async def test_processed_images_are_read_and_encoded_once(
+    worker: SmallWorker, encoder: SlowEncoder
+) -> None:
+    body = await processed(worker, pixels(1), pixels(2), hashes=[A, B])
+    found = await handle(worker, body)
+    assert [item["mm_hash"] for item in found["items"]] == [A, B]
+    assert [image.payload.fields["pixel_values"].data[0, 0].item() for image in encoder.images] == [
+        1,
+        2,
+    ]
+    assert [image.runs for image in encoder.images] == [((IMAGE, 4),)] * 2
+    # A repeat is not read, and what was processed elsewhere is the raw image's embedding too.
+    again = await handle(worker, await processed(worker, pixels(1), hashes=[A]))
+    raw = await handle(worker, request(URI, hashes=[B]))
+    assert [*again["items"], *raw["items"]] == found["items"]
+    assert len(worker.receiver.completed) == len(encoder.images) == 2
+    # Who comes next puts the embeddings where the frontend has the images.
+    media = wire.parse({**body, "encoder_result": found}, max_item_bytes=1 << 20)
+    assert media.transfer is not None
+    assert list(media.transfer.offers) == ["arena"]
+    assert media.transfer.expanded_token_ids == body["extra_args"]["expanded_token_ids"]
+    assert [one.placeholder.offset for one in media.transfer.items] == [1, 5]
+
+
+async def test_a_processed_image_is_kept_apart_by_its_options_and_its_scope(
+    worker: SmallWorker, encoder: SlowEncoder
+) -> None:
+    for more in ({}, {"mm_processor_kwargs": {"a": 1}}, {"image_cache_scope": "one"}):
+        await handle(worker, await processed(worker, pixels(), hashes=[A], **more))
+    assert encoder.batches == [1, 1, 1]
+
+
+@pytest.mark.parametrize("why", ["missing", "malformed", "refused"])
+async def test_what_cannot_be_read_is_passed_on(
+    worker: SmallWorker, encoder: SlowEncoder, why: str
+) -> None:
+    item = KwargsItem({"x": pixels().fields["pixel_values"]}) if why == "refused" else pixels()
+    body = await processed(worker, item, hashes=[A])
+    if why == "missing":
+        worker.receiver.sender.payloads.clear()
+    if why == "malformed":
+        worker.receiver.fault = Fault(truncate=9)
+    assert (await handle(worker, body))["items"] == []
+    assert outcomes(worker) == {"passed_on": 1}
+    assert not encoder.images
+    assert worker.receiver.in_flight == 0
+
+
+async def test_an_engine_that_takes_no_processed_images_passes_them_on(
+    encoder: SlowEncoder,
+) -> None:
+    encoder.takes_processed = False
+    worker = SmallWorker(config_of(), encoder, "vllm")
+    await worker.start(0)
+    worker.receiver = FakeReceiver(Limits(1 << 20, 1.0), worker.metrics)
+    assert (await handle(worker, await processed(worker, pixels(), hashes=[A])))["items"] == []
+    assert worker.receiver.completed == []
+    await worker.cleanup()
 
 
 async def test_without_room_the_request_is_passed_on(worker: SmallWorker) -> None:

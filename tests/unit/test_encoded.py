@@ -83,6 +83,48 @@ def test_a_handle_becomes_a_transfer() -> None:
     assert transfer.offers["nixl"][1] == wire.NixlRef(700, {"agent": "x"})
 
 
+def preprocessed(*hashes: str, length: int = 4) -> dict[str, Any]:
+    """What a frontend says of images that it has processed, 5 tokens apart."""
+    refs = {i: wire.ShmRef(f"frontend_{i}", 700) for i, _ in enumerate(hashes)}
+    offer = wire.write_offer("shm", ["image"] * len(hashes), hashes, dict(refs))
+    places = [{"offset": 1 + 5 * i, "length": length} for i, _ in enumerate(hashes)]
+    return {
+        "expanded_token_ids": [1, *[IMAGE] * 4, 2, *[IMAGE] * 4, 3],
+        "mm_hashes_by_modality": {"image": list(hashes)},
+        "mm_placeholders_by_modality": {"image": places},
+        **offer,
+    }
+
+
+def test_embeddings_of_processed_images_stand_where_the_frontend_has_them() -> None:
+    # Nothing in the handle's own tokens is looked for.
+    handle = handle_of(item(HASH_A, target=(9,)), item(HASH_B, target=(9,)))
+    transfer = parse(request_with(handle, extra_args=preprocessed(HASH_A, HASH_B))).transfer
+    assert transfer is not None
+    assert list(transfer.offers) == ["arena", "nixl"]
+    assert [one.placeholder.offset for one in transfer.items] == [1, 6]
+    assert all(one.embeddings is not None for one in transfer.items)
+
+
+def test_a_request_that_is_passed_on_keeps_its_processed_images() -> None:
+    passed_on = wire.write_encoded([], [])
+    transfer = parse(request_with(passed_on, extra_args=preprocessed(HASH_A, HASH_B))).transfer
+    assert transfer is not None
+    assert list(transfer.offers) == ["shm"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        (preprocessed(HASH_B, HASH_A), "invalid_hash"),
+        (preprocessed(HASH_A), "invalid_hash"),
+        (preprocessed(HASH_A, HASH_B, length=3), "invalid_placeholder"),
+    ],
+)
+def test_embeddings_of_other_images_than_those_processed(extra: dict[str, Any], why: str) -> None:
+    assert reason(handle_of(item(HASH_A), item(HASH_B)), extra_args=extra) == why
+
+
 def test_a_handle_without_items_passes_the_request_on() -> None:
     media = parse(request_with({"version": 1, "items": []}))
     assert media.transfer is media.transfer_error is None
