@@ -46,7 +46,7 @@ class WorkerCard:
         mm_hash_mode: how its KV events express media; what Dynamo 1.3 and later do, where the
             card is silent.
         mm_hash_hex_chars: characters of an ``mm_hash`` that the engine takes, 16 or 64.
-        transports: ways in which it can receive pre-processed media, best first.
+        transports: ways in which it is to be sent pre-processed media, best first.
         max_item_bytes: the largest payload of one item that it receives; None if it does not say.
         host_id: see `host_identity`; empty where shared memory cannot reach it.
         modalities: kinds of media that its model takes.

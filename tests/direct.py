@@ -228,12 +228,14 @@ def request(
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back: tokens, or the error that ended it; of a prefill worker also the handoff."""
+    """What came back: tokens, or the error that ended it; of a prefill worker also the handoff, of
+    an encode worker the handle."""
 
     tokens: list[int]
     error: str | None
     usage: Mapping[str, Any]
     handoff: Mapping[str, Any] | None = None
+    handle: Mapping[str, Any] | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -244,12 +246,13 @@ def reply_of(chunks: Sequence[Mapping[str, Any]], error: str | None = None) -> R
     """Put the chunks of one request together."""
     tokens: list[int] = []
     usage: Mapping[str, Any] = {}
-    handoff = None
+    handoff = handle = None
     for chunk in chunks:
+        handle = chunk.get("encoder_result") or handle
         handoff = chunk.get("disaggregated_params") or handoff
         tokens += chunk.get("token_ids") or []
         usage = chunk.get("completion_usage") or usage
-    return Reply(tokens, error, usage, handoff)
+    return Reply(tokens, error, usage, handoff, handle)
 
 
 class DirectClient:

@@ -124,7 +124,7 @@ def _reach(worker: str, card: WorkerCard, host_id: str, usable: Collection[str])
             text += f"; it also takes {', '.join(refused)}, which cannot be used here"
         return Finding.ok(area, text)
     if not card.transports:
-        advice = "raw media only: start it without --mm-transfer off, or set it off here as well"
+        advice = "raw media only: encode workers get it first, or it runs with --mm-transfer off"
     elif "nixl" not in card.transports or "nixl" not in usable:
         advice = "it does not share /dev/shm with this host: install nixl on both sides"
     else:

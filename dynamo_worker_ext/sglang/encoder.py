@@ -11,23 +11,24 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import sglang
 import torch
+from sglang.srt.disaggregation.encoder.preprocessor import EncoderPreprocessResult
 from sglang.srt.disaggregation.encoder.server import MMEncoder, MMError
 from sglang.srt.managers.schedule_batch import Modality as EngineModality
 from sglang.srt.runtime_context import publish
 
 from dynamo_worker_ext.errors import (
     EngineError,
-    InvalidTransferError,
     RequestError,
     StartupError,
     UnsupportedOptionError,
 )
 from dynamo_worker_ext.sglang.args import Config
-from dynamo_worker_ext.sglang.features import FAMILIES
+from dynamo_worker_ext.sglang.features import FAMILIES, FeatureReader, Features
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.wire import MediaItem
 from dynamo_worker_ext.wire.types import MAX_ITEMS
@@ -56,6 +57,7 @@ class SglangEncoder:
         self._thread = threading.Thread(target=self._run_loop, name="sglang-encoder", daemon=True)
         self._encoder: Any = None
         self._token = -1
+        self._reader: FeatureReader | None = None
 
     async def start(self) -> EncoderInfo:
         server_args = self._config.server_args(encoder_only=True)
@@ -63,9 +65,7 @@ class SglangEncoder:
         return await self._on_thread(self._load(server_args))
 
     def check(self, item: MediaItem, payload: KwargsItem) -> None:
-        raise InvalidTransferError(
-            "this encode worker takes no images that were processed", reason="invalid_type"
-        )
+        self._known_reader().read(item, payload)
 
     async def encode(
         self,
@@ -115,6 +115,9 @@ class SglangEncoder:
                 f"images; it knows {', '.join(FAMILIES)}"
             )
         self._token = int(config.hf_config.image_token_id)
+        own = encoder.preprocessor
+        self._reader = FeatureReader.of(config.hf_config, own.image_processor, config.dtype)
+        encoder.preprocessor = _Preprocessor(own)
         self._encoder = encoder
         limit = (server_args.limit_mm_data_per_request or {}).get("image", MAX_ITEMS)
         return EncoderInfo(
@@ -123,9 +126,26 @@ class SglangEncoder:
             context_length=config.context_len,
             block_size=server_args.page_size or 1,
             probe_tokens=(self._token,),
+            takes_processed=self._reader is not None,
         )
 
+    def _known_reader(self) -> FeatureReader:
+        if self._reader is None:
+            raise EngineError("the encoder is not running")
+        return self._reader
+
     async def _encode(self, images: Sequence[Image | ProcessedImage]) -> list[Encoded]:
+        found: list[Encoded] = []
+        for is_processed, group in groupby(images, lambda one: isinstance(one, ProcessedImage)):
+            items: list[Any] = list(group)
+            if is_processed:
+                reader = self._known_reader()
+                items = [reader.normalised(reader.read(one.item, one.payload), ()) for one in items]
+            found += await self._run(items)
+        return found
+
+    async def _run(self, images: Sequence[Image | Features]) -> list[Encoded]:
+        """Encode pictures, or such that were processed; all of one kind."""
         encoder = self._encoder
         request = {
             "req_id": uuid.uuid4().hex,
@@ -160,6 +180,37 @@ class SglangEncoder:
             )
             for part, grid in zip(embeddings.split(counts), grids, strict=True)
         ]
+
+
+class _Preprocessor:
+    """`MMEncoder`'s own, which is asked for nothing where images come processed.
+
+    Args:
+        own: the one that it made.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    async def process_batch_mm_items(
+        self, requests: list[dict[str, Any]], modality: EngineModality
+    ) -> tuple[EncoderPreprocessResult, list[int]]:
+        items = [item for request in requests for item in request["mm_items"]]
+        if not isinstance(items[0], Features):
+            result: tuple[EncoderPreprocessResult, list[int]]
+            result = await self._own.process_batch_mm_items(requests, modality)
+            return result
+        grids = torch.cat([item.grid for item in items])
+        merge = self._own.image_processor.merge_size
+        tensors = {
+            "pixel_values": torch.cat([item.pixels for item in items]),
+            "image_grid_thw": grids,
+        }
+        counts = [int(grid.prod()) // merge**2 for grid in grids]
+        return EncoderPreprocessResult(tensors, grids, counts), [len(items)]
 
 
 class SglangEncodeWorker(EncodeWorker):

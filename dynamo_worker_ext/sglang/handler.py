@@ -68,6 +68,7 @@ class SglangWorker(MediaWorker):
             config.options,
             frontend_decoding=config.frontend_decoding,
             role=config.worker.disaggregation_mode,
+            behind_encoder=config.worker.route_to_encoder,
         )
         self._config = config
         self._engine: Any = None

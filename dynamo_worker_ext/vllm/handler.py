@@ -86,6 +86,7 @@ class VllmWorker(MediaWorker):
             config.options,
             frontend_decoding=config.frontend_decoding,
             role=config.worker.disaggregation_mode,
+            behind_encoder=config.worker.route_to_encoder,
         )
         self._config = config
         self._prefills = self.role is DisaggregationMode.PREFILL

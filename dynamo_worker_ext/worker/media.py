@@ -38,6 +38,7 @@ class MediaWorker(Worker):
         options: our own options.
         frontend_decoding: the Rust frontend decodes media.
         role: what this worker does of a request.
+        behind_encoder: encode workers get its images first.
     """
 
     #: What the card says.
@@ -52,9 +53,11 @@ class MediaWorker(Worker):
         *,
         frontend_decoding: bool,
         role: DisaggregationMode = DisaggregationMode.AGGREGATED,
+        behind_encoder: bool = False,
     ) -> None:
         super().__init__(options)
         self.role = role
+        self._behind_encoder = behind_encoder
         self._frontend_decoding = frontend_decoding
         self._receivers: dict[str, MmKwargsReceiver[Any]] = {}
         self._pumps: list[KvEventPump] = []
@@ -137,7 +140,8 @@ class MediaWorker(Worker):
             engine_version=engine_version,
             mm_hash_mode=mode,
             mm_hash_hex_chars=mode.hex_chars,
-            transports=tuple(self._receivers),
+            # Dynamo (1.6.1) leaves encode workers out where a frontend sent processed media.
+            transports=() if self._behind_encoder else tuple(self._receivers),
             max_item_bytes=self.options.max_item_bytes,
             host_id=host_identity(),
             modalities=tuple(engine.limits),

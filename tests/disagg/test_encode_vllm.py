@@ -15,13 +15,25 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.disagg.deployment import PROMPTS, ROLE, RUST, Deployment, ask, the
+from tests.direct import Segments
+from tests.disagg.deployment import (
+    PROMPTS,
+    ROLE,
+    RUST,
+    Deployment,
+    ask,
+    check_processed_image_is_encoded,
+    the,
+)
 from tests.pictures import data_uri, part, picture
 from tests.stack import FrontendSpec, Process, Stack, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-FRONTENDS = {"rust": RUST, "vllm": FrontendSpec("vllm", "shm")}
+FRONTENDS = {
+    "rust": RUST,
+    "ours": FrontendSpec("vllm", "auto", module="dynamo_worker_ext.frontend"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,23 +102,29 @@ def test_an_image_is_processed_once_and_by_the_encode_worker(stack: Stack) -> No
     assert again.predicted_tokens == again.answer.cached_tokens == again.answer.reusable_tokens > 0
 
 
-def test_an_image_that_the_frontend_has_processed_is_encoded_from_what_it_sends(
+def test_our_frontend_leaves_images_to_the_encode_worker(
     stack: Stack, expected: Mapping[str, str]
 ) -> None:
-    """By the encode worker, which has no processor to do, and who comes next reads no pixels."""
+    """By the card of the worker behind it, although that could read processed ones."""
     for name, content in PROMPTS.items():
-        assert stack.ask("vllm", list(content)).text == expected[name], name
+        assert stack.ask("ours", list(content)).text == expected[name], name
     new = part(data_uri(picture()))
-    first = stack.ask("vllm", [new, "Describe the image"])
-    assert first.processed_images == 0
+    first = stack.ask("ours", [new, "Describe the image"])
     assert first.of("encode").items == {"encoded": 1}
-    assert first.of("encode").received_bytes > 0
+    assert first.of("encode").processed_images == first.processed_images == 1
     assert first.of("agg").outcome == "received"
-    again = stack.ask("vllm", [new, "Describe the image"])
+    again = stack.ask("ours", [new, "Describe the image"])
     assert again.text == first.text
     assert again.of("encode").items == {"cached": 1}
-    assert (again.of("agg").outcome, again.received_bytes) == ("hit", 0)
+    assert (again.of("agg").outcome, again.processed_images, again.received_bytes) == ("hit", 0, 0)
     assert again.predicted_tokens == again.answer.cached_tokens == again.answer.reusable_tokens > 0
+
+
+def test_an_image_that_was_processed_is_encoded_from_what_was_sent(
+    stack: Stack, model: Path
+) -> None:
+    with Segments() as segments:
+        check_processed_image_is_encoded(stack, model, segments)
 
 
 def test_only_the_new_one_of_two_images_is_encoded_and_read(stack: Stack) -> None:

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.disagg.deployment import RUST
+from tests.direct import Segments
+from tests.disagg.deployment import RUST, check_processed_image_is_encoded
 from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import SGLANG
 from tests.stack import Stack
@@ -66,3 +67,11 @@ def test_answers_are_those_of_a_worker_that_encodes_by_itself(
             assert taken.outcome == "received", name
             assert again.of(first_role).outcome == "hit", name
         assert again.answer.cached_tokens == again.answer.reusable_tokens > 0, name
+
+
+def test_an_image_that_was_processed_is_encoded_from_what_was_sent(
+    stack: Stack, model: Path
+) -> None:
+    if len(stack.worker) == 2:
+        with Segments() as segments:
+            check_processed_image_is_encoded(stack, model, segments)
