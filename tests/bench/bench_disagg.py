@@ -1,6 +1,6 @@
 """Our encode, prefill and decode workers beside upstream's: the same requests to both.
 
-    python -m tests.bench.bench_disagg [--flow epd|e-pd|pd] [--pairs N] [--json FILE] [--keep DIR]
+    python -m tests.bench.bench_disagg [--flow e-pd|epd|pd] [--pairs N] [--json FILE] [--keep DIR]
 
 Two complete deployments of vLLM workers on loopback, each with Dynamo's Rust frontend and a
 discovery folder of its own, with the same engine arguments; upstream's NIXL settings are its
@@ -47,6 +47,8 @@ FLOWS: Mapping[str, Sequence[str]] = {
 }
 ENGINE_PROCESSES = ("VLLM::Worker", "VLLM::EngineCore")
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+#: Memory that both sides of a flow take together; upstream's receiver of embeddings has 8.6 of it.
+NEED_GB: Mapping[str, int] = {"epd": 28, "e-pd": 20, "pd": 14}
 START_TIMEOUT_S = 420.0
 TIME_LIMIT_S = 1200
 
@@ -302,11 +304,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--flow", choices=list(FLOWS), default="epd")
+    parser.add_argument("--flow", choices=list(FLOWS), default="e-pd", help="(e-pd)")
     parser.add_argument("--pairs", type=int, default=20, help="of each row (20)")
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept afterwards")
     args = parser.parse_args(argv)
+    have = psutil.virtual_memory().available >> 30
+    if have < NEED_GB[args.flow]:
+        parser.error(f"flow {args.flow} takes some {NEED_GB[args.flow]} GB of memory, not {have}")
     # Also when told to end, and when it takes too long, everything is stopped.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, _give_up)
