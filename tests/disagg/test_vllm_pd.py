@@ -22,7 +22,7 @@ pytest.importorskip("dynamo.llm")
 
 from tests.direct import DirectClient, FrontendDouble, Reply
 from tests.direct import request as direct_request
-from tests.disagg.deployment import PROMPTS, ROLE, RUST, the
+from tests.disagg.deployment import PROMPTS, ROLE, RUST, Deployment, the
 from tests.pictures import data_uri, part, picture
 from tests.stack import FrontendSpec, Process, Seen, Stack, wait_for
 
@@ -39,7 +39,7 @@ def stack(
     model: Path, tmp_path_factory: pytest.TempPathFactory, expected: Mapping[str, str]
 ) -> Iterator[Stack]:
     # After `expected`: no more engines at a time than are needed.
-    stack = Stack(model, tmp_path_factory.mktemp("pd"), FRONTENDS, workers=0)
+    stack = Deployment(model, tmp_path_factory.mktemp("pd"), FRONTENDS, workers=0)
     stack.add_worker(ROLE, "prefill")
     stack.add_worker(ROLE, "decode")
     with stack:
