@@ -241,7 +241,7 @@ class FeatureReader:
         return sides
 
     def _check_room(self, name: str, grid: list[int], where: Placeholder) -> None:
-        embeds = where.length if where.is_embed is None else sum(where.is_embed)
+        embeds = where.embeds
         made = prod(grid) // self._merge**2
         if made != embeds:
             raise _mismatch(

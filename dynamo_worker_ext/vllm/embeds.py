@@ -103,7 +103,7 @@ class EmbeddingReference:
                 f"the handle says {of.dtype} {list(of.shape)}, got {dtype} {list(embeds.shape)}"
             )
         where = item.placeholder
-        tokens = where.length if where.is_embed is None else sum(where.is_embed)
+        tokens = where.embeds
         if of.shape != (tokens, self.width):
             raise _mismatch(
                 f"{_EMBEDS} is [{tokens}, {self.width}] for this model, got {list(of.shape)}"

@@ -184,7 +184,7 @@ class VllmEncoder:
             payload=b"".join(codec.encode(image.payload)),
             grid=None if grid is None else cast("torch.Tensor", grid.data).flatten().long(),
             expansion=Expansion(self._target, image.runs),
-            tokens=where.length if where.is_embed is None else sum(where.is_embed),
+            tokens=where.embeds,
         )
 
     def _process(self, image: Image.Image, options: Mapping[str, Any] | None) -> _Processed:

@@ -134,7 +134,7 @@ class ItemReference:
                 if have != patches:
                     raise _mismatch(f"{name} {grid} needs {patches} patches, got {have}")
             if self.merge:
-                embeds = where.length if where.is_embed is None else sum(where.is_embed)
+                embeds = where.embeds
                 if patches % self.merge or patches // self.merge != embeds:
                     raise _mismatch(
                         f"{name} {grid} makes {patches / self.merge:g} embeddings, but the "

@@ -195,7 +195,7 @@ def _places(items: Sequence[EncodedItem], preprocessed: Transfer) -> list[Placeh
         )
     places = [item.placeholder for item in preprocessed.items]
     for item, place in zip(items, places, strict=True):
-        room = place.length if place.is_embed is None else sum(place.is_embed)
+        room = place.embeds
         if item.shape[0] != room:
             raise InvalidTransferError(
                 f"{item.shape[0]} embeddings do not fit a placeholder with room for {room}",

@@ -41,6 +41,11 @@ class Placeholder(msgspec.Struct, frozen=True):
     def end(self) -> int:
         return self.offset + self.length
 
+    @property
+    def embeds(self) -> int:
+        """How many of its tokens embeddings replace."""
+        return self.length if self.is_embed is None else sum(self.is_embed)
+
 
 class Embeddings(msgspec.Struct, frozen=True):
     """What an encode worker made of one item, in place of what a processor makes.
