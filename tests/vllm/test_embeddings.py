@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
 from tests.context import Context
-from tests.counted_worker import Count, counted_images
+from tests.counted_worker import Count
 from tests.direct import FrontendDouble, Rendered, Reply, reply_of, request
 from tests.pictures import picture
 from tests.snapshot import Snapshot
-from tests.stack import BASE_ENV, WORKER_ARGS
+from tests.stack import WORKER_ARGS
 
 pytestmark = [
     pytest.mark.engine,
@@ -108,22 +107,6 @@ class Bench:
     @property
     def processed_images(self) -> int:
         return self.processed.count - self._processed_before
-
-
-@pytest.fixture(scope="module")
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in BASE_ENV.items():
-            patch.setenv(name, value)
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2])]))
-        yield
-
-
-@pytest.fixture(scope="module")
-def processed() -> Iterator[Count]:
-    with counted_images() as processed:
-        yield processed
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=SETUPS, ids="-".join)
