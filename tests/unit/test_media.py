@@ -33,10 +33,12 @@ async def test_images_are_decoded_in_order(loader: MediaLoader) -> None:
     assert [image.getpixel((0, 0))[0] for image in images] == [1, 2, 3]
 
 
-async def test_a_data_uri_is_decoded_once(loader: MediaLoader) -> None:
-    (first,) = await loader.load("image", [{"Url": data_uri(7)}])
+async def test_a_data_uri_is_kept_from_its_second_time_on(loader: MediaLoader) -> None:
+    await loader.load("image", [{"Url": data_uri(7)}])
+    assert loader.cache.statistics().entries == 0
     (second,) = await loader.load("image", [{"Url": data_uri(7)}])
-    assert second is first
+    (third,) = await loader.load("image", [{"Url": data_uri(7)}])
+    assert third is second
     assert loader.cache.statistics().hits == 1
 
 
@@ -97,12 +99,18 @@ async def test_video_options_of_another_form_are_refused(loader: MediaLoader) ->
         await loader.load("video", [{"Url": "data:video/mp4;base64,AAAA"}], io_kwargs={"video": 1})
 
 
+def keep(cache: ContentCache, uri: str, image: Any) -> None:
+    """Put a picture that came before."""
+    cache.put(uri, image)
+    cache.put(uri, image)
+
+
 def test_the_cache_is_bounded_in_bytes_and_forgets_the_oldest() -> None:
     cache = ContentCache(3 * (8 * 8 * 3 + 1))
     for uri in "abc":
-        cache.put(uri, picture())
+        keep(cache, uri, picture())
     assert cache.get("a") is not None
-    cache.put("d", picture())
+    keep(cache, "d", picture())
     assert cache.get("b") is None
     assert cache.get("a") is not None
     assert cache.statistics().bytes == 3 * (8 * 8 * 3 + 1)
@@ -113,7 +121,7 @@ def test_pictures_whose_uris_differ_in_one_character_are_two() -> None:
     cache = ContentCache(1 << 20)
     base = "data:image/png;base64," + "A" * 100_000
     first, second = picture(), picture()
-    cache.put(base, first)
+    keep(cache, base, first)
     other = base[:50_001] + "B" + base[50_002:]
     assert cache.get(other) is None
     assert cache.get(base) is first
@@ -123,13 +131,23 @@ def test_pictures_whose_uris_differ_in_one_character_are_two() -> None:
     assert cache.statistics().bytes == cache.statistics().entries * (8 * 8 * 3 + len(base))
 
 
+def test_what_was_seen_once_is_forgotten_in_time() -> None:
+    cache = ContentCache(1 << 20)
+    for number in range(5000):
+        cache.put(f"{number:05}", picture())
+    cache.put("00000", picture())
+    assert cache.statistics().entries == 0
+    cache.put("04999", picture())
+    assert cache.statistics().entries == 1
+
+
 def test_a_picture_larger_than_the_cache_is_not_kept() -> None:
     cache = ContentCache(100)
-    cache.put("a", picture(side=64))
+    keep(cache, "a", picture(side=64))
     assert cache.statistics().entries == 0
 
 
 def test_a_cache_of_nothing_keeps_nothing() -> None:
     cache = ContentCache(0)
-    cache.put("a", picture())
+    keep(cache, "a", picture())
     assert cache.get("a") is None
