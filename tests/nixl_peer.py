@@ -70,9 +70,10 @@ class Peer:
     def answer(self) -> Any:
         assert self.process.stdout is not None
         line, until = b"", time.monotonic() + _PATIENCE_S
+        poll = select.poll()  # `select.select` ends at descriptor 1023
+        poll.register(self.process.stdout, select.POLLIN)
         while not line.endswith(b"\n"):
-            left = max(0.0, until - time.monotonic())
-            ready, _, _ = select.select([self.process.stdout], [], [], left)
+            ready = poll.poll(1000 * max(0.0, until - time.monotonic()))
             more = os.read(self.process.stdout.fileno(), 1 << 20) if ready else b""
             if not more:
                 raise RuntimeError(f"the peer gave no answer: {self.process.poll()}")
