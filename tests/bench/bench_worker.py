@@ -91,12 +91,16 @@ class Row:
         return [a / b if self.more_is_better else b / a for a, b in pairs]
 
     def text(self) -> str:
-        ratios = self.advantages()
-        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
-        spread = f"{low:.2f} .. {high:.2f}" if len(ratios) > 1 else "-"
+        advantage = spread = "-"
+        if all(self.ours):
+            ratios = self.advantages()
+            advantage = f"{median(ratios):.2f}"
+            if len(ratios) > 1:
+                low, _, high = quantiles(ratios, n=4)
+                spread = f"{low:.2f} .. {high:.2f}"
         return (
             f"{self.name:<30} {median(self.ours):>10.2f} {median(self.upstream):>10.2f} "
-            f"{self.unit:<6} {median(ratios):>9.2f}  {spread:<16} {len(ratios):>3}"
+            f"{self.unit:<6} {advantage:>9}  {spread:<16} {len(self.ours):>3}"
         )
 
 
