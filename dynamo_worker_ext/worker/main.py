@@ -10,6 +10,7 @@ from typing import Any
 
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.worker.base import Worker
+from dynamo_worker_ext.worker.memory import keep_freed_memory
 
 
 def serve(
@@ -31,6 +32,7 @@ def serve(
     """
     from dynamo.common.backend.run import run
 
+    keep_freed_memory()
     worker: Worker | None = None
 
     async def make(_argv: list[str] | None) -> tuple[Worker, object]:

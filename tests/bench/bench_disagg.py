@@ -149,7 +149,9 @@ class Side(Stack):
                 **connector_env(),
                 "PYTHONPATH": str(ROOT),
                 "PYTHONHASHSEED": "0",  # dynamo.vllm does so by itself
+                # One thread computes in each, as vLLM's engines have it on one core.
                 "VLLM_CPU_OMP_THREADS_BIND": "0",
+                "OMP_NUM_THREADS": "1",
                 "DYN_SYSTEM_PORT": str(port),
             },
             log=self.folder / f"{role}.log",
