@@ -7,14 +7,19 @@ connects, nobody listens, and every event is lost without a word.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from dynamo_worker_ext.errors import StartupError
+from dynamo_worker_ext.transfer import owner
+
+_PREFIX: Final = "dwe-kv-"
 
 _ADVICE: Final = (
     "use tcp://*:PORT, or leave the endpoint out and the worker makes a private ipc:// one"
@@ -39,13 +44,17 @@ class PrivateEndpoint(NamedTuple):
 def private_endpoint() -> PrivateEndpoint:
     """Make an ``ipc://`` endpoint in a directory of its own with mode 0700.
 
+    Removes what workers of this user left behind when they were killed.
+
     For one engine, data-parallel rank 0: vLLM 0.31 refuses ``ipc://`` for the other ranks.
 
     Raises:
         StartupError: the temporary directory's path is too long for a unix socket.
     """
-    folder = Path(tempfile.mkdtemp(prefix="dwx-kv-"))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     cleanup = partial(shutil.rmtree, folder, ignore_errors=True)
+    _sweep(folder.parent)
+    (folder / owner.names(1)[0]).touch(mode=0o600)  # not in its own name: paths are short here
     path = folder / "events"
     if len(str(path).encode()) > _MAX_IPC_PATH:
         cleanup()
@@ -54,6 +63,14 @@ def private_endpoint() -> PrivateEndpoint:
             "set TMPDIR to a shorter path"
         )
     return PrivateEndpoint(f"ipc://{path}", cleanup)
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or swept by somebody else
+            mine = folder.lstat().st_uid == os.geteuid()
+            if mine and any(map(owner.is_abandoned, os.listdir(folder))):
+                shutil.rmtree(folder)
 
 
 def engine_endpoint(pub_endpoint: str, dp_rank: int = 0) -> str:

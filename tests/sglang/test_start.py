@@ -73,7 +73,7 @@ def test_an_engine_that_cannot_start_is_an_error_and_leaves_nothing(
     ended = start("--model-path", str(model), *SGLANG.args(1), env={"TMPDIR": str(temporary)})
     assert ended.returncode == 2, ended.stderr[-2000:]
     assert "dynamo_worker_ext.sglang: SGLang did not start" in ended.stderr
-    assert list(temporary.glob("dwx-kv-*")) == []
+    assert list(temporary.glob("dwe-kv-*")) == []
     left = set(os.listdir("/dev/shm")) - before
     assert [name for name in left if name.startswith("sglang_loads_")] == []
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,32 @@ def test_private_endpoints_differ() -> None:
     assert one.endpoint != two.endpoint
     one.cleanup()
     two.cleanup()
+
+
+def test_what_a_killed_worker_left_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = """if True:
+        import os
+        from dynamo_worker_ext.kv_events import private_endpoint
+        print(private_endpoint().endpoint, flush=True)
+        os._exit(0)"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    left = Path(ended.stdout.strip().removeprefix("ipc://")).parent
+    assert left.parent == tmp_path
+    assert left.is_dir()
+    own, unmarked = private_endpoint(), tmp_path / "dwe-kv-unmarked"
+    unmarked.mkdir()
+    other = private_endpoint()
+    assert not left.exists()
+    assert unmarked.is_dir()
+    assert Path(own.endpoint.removeprefix("ipc://")).parent.is_dir()
+    own.cleanup()
+    other.cleanup()
 
 
 def test_a_temporary_directory_too_deep_for_a_socket_is_an_error(
