@@ -345,6 +345,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept afterwards")
     args = parser.parse_args(argv)
+    if (args.engine, args.flow) == ("sglang", "epd"):
+        parser.error("SGLang's flow epd is not measured: take e-pd and pd")
     have = psutil.virtual_memory().available >> 30
     if have < NEED_GB[args.flow]:
         parser.error(f"flow {args.flow} takes some {NEED_GB[args.flow]} GB of memory, not {have}")
