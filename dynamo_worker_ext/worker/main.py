@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.worker.base import Worker
@@ -18,8 +19,8 @@ def serve(
     make_worker: Callable[[Any], Worker],
     parse_args: Callable[[Sequence[str] | None], Any],
     argv: Sequence[str] | None = None,
-) -> None:
-    """Serve until told to stop.
+) -> NoReturn:
+    """Serve until told to stop, then end the process.
 
     Exits with 0 after an orderly stop, 2 when it cannot serve as it was started, 1 when the
     engine died.
@@ -50,9 +51,20 @@ def serve(
         if reason is None and not isinstance(error, StartupError):
             raise
         print(f"{prog}: {reason or error}", file=sys.stderr)
-        sys.exit(2)
-    if worker is not None and worker.engine_failed:
-        sys.exit(1)
+        _leave(2)
+    _leave(1 if worker is not None and worker.engine_failed else 0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process with what is registered for its end, but with the interpreter in place.
+
+    Threads of Dynamo's runtime (1.6.1) may be in Python still, and one that comes back to an
+    interpreter which was taken apart ends the process with SIGSEGV.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def check_system_port(environ: Mapping[str, str] = os.environ) -> None:

@@ -8,6 +8,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -161,6 +163,24 @@ def test_a_system_port_that_dynamo_cannot_take_is_fatal(port: str) -> None:
 @pytest.mark.parametrize("port", ["", "0", "-1"])
 def test_no_system_port_is_no_error(port: str) -> None:
     check_system_port({"DYN_SYSTEM_PORT": port})
+
+
+def test_a_process_ends_with_what_was_registered_and_an_interpreter_in_place() -> None:
+    """What is torn down under threads of a native runtime ends the process with SIGSEGV."""
+    program = """if True:
+        import atexit
+        from dynamo_worker_ext.worker.main import _leave
+        class Last:
+            def __del__(self):
+                print("torn down")
+        last = Last()
+        atexit.register(print, "registered")
+        print("served")
+        _leave(3)"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout.split()) == (3, ["served", "registered"]), ended.stderr
 
 
 # Errors.
