@@ -1,12 +1,13 @@
 """Our encode, prefill and decode workers beside upstream's: the same requests to both.
 
     python -m tests.bench.bench_disagg [--engine vllm|sglang] [--flow e-pd|epd|pd] [--pairs N]
-                                       [--json FILE] [--keep DIR]
+                                       [--apart] [--json FILE] [--keep DIR]
 
 Two complete deployments on loopback, each with Dynamo's Rust frontend and a discovery folder of its
 own, with the same engine arguments; upstream's NIXL settings are its defaults. A pair is one
 request to each, in random order and one at a time, while the engines of the other side are stopped:
-vLLM's spin for a second after each request.
+vLLM's spin for a second after each request. Where there is not memory for both sides at a time, or
+with --apart, all requests go to the one and then the same to the other.
 
 ``first token``: from the request to the first piece of the streamed answer, at the client.
 ``encode``: in the encode worker, from the first step of its handler's ``generate`` until the
@@ -21,27 +22,35 @@ Advantage is upstream / ours: above 1, ours is better.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import psutil
 
-from tests.bench.bench_worker import HEADER, SIDES, SIZES, Client, Row, make_model, photo
+from tests.bench.bench_worker import (
+    HEADER,
+    SIDES,
+    SIZES,
+    Client,
+    RecordedStack,
+    Row,
+    end_in_time,
+    make_model,
+    photo,
+)
 from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import BLOCK, ENGINES, ROOT, SGLANG, VLLM, Engine
-from tests.stack import BASE_ENV, ROLE, FrontendSpec, Process, Stack, free_port, wait_for
+from tests.stack import BASE_ENV, ROLE, FrontendSpec, Process, free_port, wait_for
 
 #: Of each flow, its roles; encode workers work for the one after them.
 FLOWS: Mapping[str, Sequence[str]] = {
@@ -87,13 +96,13 @@ def connector_env() -> dict[str, str]:
 
 def role_args(engine: Engine, side: str, role: str, *, behind_encoder: bool) -> Sequence[str]:
     """What makes a worker one of this role, which both sides name alike where they can."""
-    if engine is SGLANG and side == "upstream" and (behind_encoder or role == "encode"):
-        its = [ROLE, "pd" if role == "agg" else role, "--chat-template", "qwen2-vl"]
-        return [*its, "--dedicated-mm-encoder"] if behind_encoder else its
     if engine is SGLANG and role in ("prefill", "decode"):
         args = list(prefill_args() if role == "prefill" else DECODE_ARGS)
     else:
         args = [] if role == "agg" else [ROLE, role]
+    if engine is SGLANG and side == "upstream" and (behind_encoder or role == "encode"):
+        its = [*(args or [ROLE, "pd"]), "--chat-template", "qwen2-vl"]
+        return [*its, "--dedicated-mm-encoder"] if behind_encoder else its
     if engine is VLLM:
         args += connector_args(role)
         if behind_encoder and side == "upstream":
@@ -101,22 +110,18 @@ def role_args(engine: Engine, side: str, role: str, *, behind_encoder: bool) -> 
     return [*args, "--route-to-encoder"] if behind_encoder else args
 
 
-class Side(Stack):
+class Side(RecordedStack):
     """One side's deployment of a flow.
 
     Args:
         side: a key of `SIDES`.
         flow: a key of `FLOWS`.
-        engine, model, folder: see `Stack`.
+        engine, model, folder: see `RecordedStack`.
     """
 
     def __init__(self, side: str, flow: str, engine: Engine, model: Path, folder: Path) -> None:
-        # Without blocks SGLang needs none of the kernels that are interpreted on a CPU.
-        block = BLOCK if engine is VLLM else 1
-        super().__init__(model, folder, workers=0, engine=engine, block=block)
-        self.side = side
+        super().__init__(side, model, folder, engine)
         self.roles = FLOWS[flow]
-        self.record = folder / "record.jsonl"
 
     def start(self) -> None:
         for number, role in enumerate(self.roles):
@@ -129,12 +134,7 @@ class Side(Stack):
         args = [*self.engine.args(self.block)]
         args += role_args(self.engine, self.side, role, behind_encoder=behind)
         if role != "encode":
-            events: dict[str, Any] = {"publisher": "zmq", "topic": "kv-events"}
-            events["endpoint"] = f"tcp://*:{free_port()}"
-            if self.engine is VLLM:
-                events["enable_kv_cache_events"] = True
-                args.append("--enable-prefix-caching")
-            args += ["--kv-events-config", json.dumps(events)]
+            args += self.kv_events_args()
         process = Process(
             name=f"{role}-{self.side}",
             argv=[
@@ -186,76 +186,56 @@ class Side(Stack):
     def moved_bytes(self) -> float:
         """Of embeddings, so far. Ours are offered in several ways, and read in one at most."""
         if self.side == "upstream":
-            return sum(line.get("sent_bytes", 0) for line in self._recorded())
+            return sum(line.get("sent_bytes", 0) for line in self.recorded())
         return self.total("dynamo_worker_ext_mm_received_bytes_total")
 
     def encode_seconds(self) -> list[float]:
         """Of each request that the encode worker has served."""
-        return [line["seconds"] for line in self._recorded() if "seconds" in line]
-
-    def _recorded(self) -> list[dict[str, float]]:
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
-        return [json.loads(line) for line in lines]
+        return [line["seconds"] for line in self.recorded() if "seconds" in line]
 
 
-class Bench:
-    """The measurements, on two deployments that answer.
+class Step(NamedTuple):
+    """One request: of which rows, and what it asks."""
 
-    Args:
-        sides: by name.
-        pairs: of each row.
-    """
+    image: tuple[str, int]
+    url: str
+    question: str
 
-    def __init__(self, sides: Mapping[str, Side], pairs: int) -> None:
-        self._sides = sides
-        self._pairs = pairs
-        self._random = random.Random(5)
-        self._numbers = itertools.count()
-        self._clients = {name: Client(side) for name, side in sides.items()}
 
-    def rows(self) -> Iterator[Row]:
-        for number in range(3):
-            for size in SIZES:
-                self._ask(photo(size, 1_000_000), f"warm up {number}")
-        images = [(age, size) for age in ("new", "repeated") for size in SIZES]
-        kinds = {"first token": "ms", "encode": "ms", "moved": "KB"}
-        rows = {
-            (kind, *image): Row(f"{kind}, {image[0]} {image[1]} px", unit)
-            for kind, unit in kinds.items()
-            for image in images
-        }
-        for number in range(self._pairs):
-            for age, size in self._random.sample(images, len(images)):
-                seed = number if age == "new" else 1_000_000
-                for kind, pair in self._ask(photo(size, seed), str(number)).items():
-                    rows[kind, age, size].add(pair)
-        yield from (row for row in rows.values() if row.ours)
+#: What one request showed, by kind of row.
+Measures = dict[str, float]
+KINDS = {"first token": "ms", "encode": "ms", "moved": "KB"}
+IMAGES = [(age, size) for age in ("new", "repeated") for size in SIZES]
+WARM_UP = ("warm up", 0)
 
-    def close(self) -> None:
-        for client in self._clients.values():
-            client.close()
 
-    def _ask(self, url: str, text: str) -> dict[str, dict[str, float]]:
-        """One image to both, with a question of its own: by kind of row, by side."""
-        question = f"{next(self._numbers)} {text}: what is in this picture?"
-        content = [
-            {"type": "image_url", "image_url": {"url": url}},
-            {"type": "text", "text": question},
-        ]
-        names = list(self._sides)
-        self._random.shuffle(names)
-        result: dict[str, dict[str, float]] = {"first token": {}}
-        for name in names:
-            side = self._sides[name]
-            side.signal_engines(signal.SIGCONT)
-            encoded, moved = len(side.encode_seconds()), side.moved_bytes()
-            result["first token"][name] = 1e3 * self._clients[name].chat(content, 4)
-            if "encode" in side.roles:
-                new = side.encode_seconds()[encoded:]
-                result.setdefault("encode", {})[name] = 1e3 * sum(new)
-                result.setdefault("moved", {})[name] = (side.moved_bytes() - moved) / 1e3
-            side.signal_engines(signal.SIGSTOP)
-        return result
+def plan(pairs: int) -> list[Step]:
+    """The requests, the same for both sides; each has a question of its own."""
+    order = random.Random(5)
+    images = [(WARM_UP, photo(size, 1_000_000)) for _ in range(3) for size in SIZES]
+    for number in range(pairs):
+        for age, size in order.sample(IMAGES, len(IMAGES)):
+            images.append(((age, size), photo(size, number if age == "new" else 1_000_000)))
+    return [
+        Step(image, url, f"{number}: what is in this picture?")
+        for number, (image, url) in enumerate(images)
+    ]
+
+
+def ask(side: Side, client: Client, step: Step) -> Measures:
+    """One request to one side, whose engines run meanwhile."""
+    content = [
+        {"type": "image_url", "image_url": {"url": step.url}},
+        {"type": "text", "text": step.question},
+    ]
+    side.signal_engines(signal.SIGCONT)
+    encoded, moved = len(side.encode_seconds()), side.moved_bytes()
+    result = {"first token": 1e3 * client.chat(content, 4)}
+    if "encode" in side.roles:
+        result["encode"] = 1e3 * sum(side.encode_seconds()[encoded:])
+        result["moved"] = (side.moved_bytes() - moved) / 1e3
+    side.signal_engines(signal.SIGSTOP)
+    return result
 
 
 def plain_engine_mb(role: str, model: Path, folder: Path) -> float:
@@ -266,7 +246,7 @@ def plain_engine_mb(role: str, model: Path, folder: Path) -> float:
         name=f"engine-{role}",
         argv=[
             VLLM.python, "-m", "tests.bench.timed_role", "engine", str(ready), "--",
-            "--model", str(model), *VLLM.args(32), *connector_args(role),
+            "--model", str(model), *VLLM.args(BLOCK), *connector_args(role),
         ],
         env={
             **BASE_ENV, **connector_env(),
@@ -285,54 +265,64 @@ def plain_engine_mb(role: str, model: Path, folder: Path) -> float:
         process.end(time.monotonic() + 30)
 
 
-def memory_rows(sides: Mapping[str, Side], engines: Mapping[str, float]) -> Iterator[Row]:
-    roles = next(iter(sides.values())).roles
-    for number, role in enumerate(roles):
-        row = Row(f"memory, {role}", "MB")
-        row.add({name: memory_mb(side.worker[number].pid) for name, side in sides.items()})
-        yield row
+def memory(side: Side, engines: Mapping[str, float]) -> Measures:
+    """Memory of each role's worker."""
+    result: Measures = {}
+    for role, worker in zip(side.roles, side.worker, strict=True):
+        result[f"memory, {role}"] = memory_mb(worker.pid)
         if role in engines:
-            above, taken = Row(f"above the engine, {role}", "MB"), dict[str, float]()
-            for name, side in sides.items():
-                own = memory_mb(side.worker[number].pid, without=ENGINE_PROCESSES)
-                taken[name] = own - engines[role]
-            above.add(taken)
-            yield above
+            own = memory_mb(worker.pid, without=ENGINE_PROCESSES)
+            result[f"above the engine, {role}"] = own - engines[role]
+    return result
 
 
-def run(folder: Path, engine: Engine, flow: str, pairs: int) -> Iterator[Row]:
-    """Start both sides, measure, stop them."""
+def measure(
+    sides: Sequence[Side], steps: Sequence[Step], engines: Mapping[str, float]
+) -> dict[str, tuple[list[Measures], Measures]]:
+    """Start these sides, ask each all of the plan, stop them: by side, of each step and memory."""
+    order = random.Random(6)
+    with ExitStack() as end:
+        for side in sides:
+            end.callback(side.stop)
+        end.callback(lambda: [p.signal(signal.SIGTERM) for s in sides for p in s.worker])
+        for side in sides:
+            side.start()
+            side.wait_answers()
+        clients = {}
+        for side in sides:
+            end.callback(side.signal_engines, signal.SIGCONT)
+            side.signal_engines(signal.SIGSTOP)
+            client = clients[side.side] = Client(side)
+            end.callback(client.close)
+        found: dict[str, list[Measures]] = {side.side: [] for side in sides}
+        for step in steps:
+            for side in order.sample(sides, len(sides)):
+                found[side.side].append(ask(side, clients[side.side], step))
+        return {side.side: (found[side.side], memory(side, engines)) for side in sides}
+
+
+def run(folder: Path, engine: Engine, flow: str, pairs: int, *, apart: bool) -> Iterator[Row]:
+    """Measure both sides, at once or one after the other."""
     model = make_model(folder / "model")
     # First and alone: what it is compared with stays far from what shares its pages.
     plain = [role for role in FLOWS[flow] if role != "encode" and engine is VLLM]
     engines = {role: plain_engine_mb(role, model, folder) for role in plain}
-    sides = {name: Side(name, flow, engine, model, folder / name) for name in SIDES}
-    with ExitStack() as end:
-        for side in sides.values():
-            end.callback(_stop, side)
-        end.callback(lambda: [p.signal(signal.SIGTERM) for s in sides.values() for p in s.worker])
-        for side in sides.values():
-            side.start()
-            side.wait_answers()
-        for side in sides.values():
-            end.callback(side.signal_engines, signal.SIGCONT)
-            side.signal_engines(signal.SIGSTOP)
-        bench = Bench(sides, pairs)
-        end.callback(bench.close)
-        yield from bench.rows()
-        yield from memory_rows(sides, engines)
-
-
-def _stop(side: Side) -> None:
-    try:
-        side.stop()
-    except AssertionError as error:
-        # By now all processes have ended; the measurements are good either way.
-        print(error, file=sys.stderr)
-
-
-def _give_up(number: int, _frame: object) -> NoReturn:
-    raise SystemExit(f"ended by {signal.Signals(number).name}")
+    sides = [Side(name, flow, engine, model, folder / name) for name in SIDES]
+    steps, found = plan(pairs), dict[str, tuple[list[Measures], Measures]]()
+    for group in [[side] for side in sides] if apart else [sides]:
+        found |= measure(group, steps, engines)
+    for kind, unit in KINDS.items():
+        for image in IMAGES:
+            row = Row(f"{kind}, {image[0]} {image[1]} px", unit)
+            for number, step in enumerate(steps):
+                if step.image == image and all(kind in one[number] for one, _ in found.values()):
+                    row.add({name: one[number][kind] for name, (one, _) in found.items()})
+            if row.ours:
+                yield row
+    for label in next(iter(found.values()))[1]:
+        row = Row(label, "MB")
+        row.add({name: taken[label] for name, (_, taken) in found.items()})
+        yield row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -342,24 +332,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=list(ENGINES), default="vllm", help="(vllm)")
     parser.add_argument("--flow", choices=list(FLOWS), default="e-pd", help="(e-pd)")
     parser.add_argument("--pairs", type=int, default=20, help="of each row (20)")
+    parser.add_argument("--apart", action="store_true", help="one side after the other")
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept afterwards")
     args = parser.parse_args(argv)
-    if (args.engine, args.flow) == ("sglang", "epd"):
-        parser.error("SGLang's flow epd is not measured: take e-pd and pd")
-    have = psutil.virtual_memory().available >> 30
-    if have < NEED_GB[args.flow]:
-        parser.error(f"flow {args.flow} takes some {NEED_GB[args.flow]} GB of memory, not {have}")
-    # Also when told to end, and when it takes too long, everything is stopped.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(number, _give_up)
-    signal.alarm(TIME_LIMIT_S)
+    have, need = psutil.virtual_memory().available >> 30, NEED_GB[args.flow]
+    apart = args.apart or have < need
+    if have < (need * 2 // 3 if apart else need):
+        parser.error(f"flow {args.flow} takes some {need * 2 // 3} GB of memory, not {have}")
+    end_in_time(TIME_LIMIT_S)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dwe-bench-") as folder:
         print(
-            f"{args.engine}, flow {args.flow}, load {os.getloadavg()[0]:.1f}\n{HEADER}", flush=True
+            f"{args.engine}, flow {args.flow}{', apart' if apart else ''}, load "
+            f"{os.getloadavg()[0]:.1f}\n{HEADER}",
+            flush=True,
         )
-        for row in run(args.keep or Path(folder), ENGINES[args.engine], args.flow, args.pairs):
+        kept = args.keep or Path(folder)
+        for row in run(kept, ENGINES[args.engine], args.flow, args.pairs, apart=apart):
             rows.append(asdict(row))
             print(row.text(), flush=True)
     if args.json:

@@ -109,32 +109,23 @@ HEADER = (
 )
 
 
-class TimedStack(Stack):
-    """A stack of one worker that writes down its preparation times.
+class RecordedStack(Stack):
+    """One side's stack, whose workers write down what they measure.
 
     Args:
         side: a key of `SIDES`.
-        model, folder, frontend, engine: see `Stack`.
+        model, folder, engine: see `Stack`.
     """
 
-    def __init__(
-        self, side: str, model: Path, folder: Path, frontend: FrontendSpec, engine: Engine
-    ) -> None:
+    def __init__(self, side: str, model: Path, folder: Path, engine: Engine) -> None:
         self.side = side
         self.record = folder / "record.jsonl"
-        if side == "upstream" and engine is not VLLM:
-            frontend = replace(frontend, transfer="off")
-        self._spec = frontend
         # Without blocks SGLang needs none of the kernels that are interpreted on a CPU.
-        super().__init__(model, folder, engine=engine, block=BLOCK if engine is VLLM else 1)
+        block = BLOCK if engine is VLLM else 1
+        super().__init__(model, folder, workers=0, engine=engine, block=block)
 
-    def start(self) -> None:
-        """Start both processes; `wait_ready` waits for them."""
-        self._start_worker()
-        self.add_frontend("bench", self._spec)
-
-    def _start_worker(self) -> None:
-        port, module = free_port(), SIDES[self.side] + self.engine.name
+    def kv_events_args(self) -> list[str]:
+        """For KV events over TCP, as upstream's workers take them."""
         events: dict[str, Any] = {
             "publisher": "zmq",
             "endpoint": f"tcp://*:{free_port()}",
@@ -144,13 +135,51 @@ class TimedStack(Stack):
         if self.engine is VLLM:
             events["enable_kv_cache_events"] = True
             more = ["--enable-prefix-caching"]
+        return [*more, "--kv-events-config", json.dumps(events)]
+
+    def recorded(self) -> list[dict[str, float]]:
+        """What the workers recorded so far."""
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def stop(self) -> None:
+        try:
+            super().stop()
+        except AssertionError as error:
+            # By now all processes have ended; the measurements are good either way.
+            print(error, file=sys.stderr)
+
+
+class TimedStack(RecordedStack):
+    """A stack of one worker that writes down its preparation times; see `timed_worker`.
+
+    Args:
+        frontend: see `Stack`.
+        side, model, folder, engine: see `RecordedStack`.
+    """
+
+    def __init__(
+        self, side: str, model: Path, folder: Path, frontend: FrontendSpec, engine: Engine
+    ) -> None:
+        if side == "upstream" and engine is not VLLM:
+            frontend = replace(frontend, transfer="off")
+        self._spec = frontend
+        super().__init__(side, model, folder, engine)
+
+    def start(self) -> None:
+        """Start both processes; `wait_ready` waits for them."""
+        self._start_worker()
+        self.add_frontend("bench", self._spec)
+
+    def _start_worker(self) -> None:
+        port, module = free_port(), SIDES[self.side] + self.engine.name
         process = Process(
             name=f"worker-{self.side}",
             argv=[
                 self.engine.python, str(ROOT / "tests/bench/timed_worker.py"), module,
                 str(self.record), "--", self.engine.model_flag, str(self.model),
-                "--served-model-name", self.served_name, "--enable-multimodal", *more,
-                "--kv-events-config", json.dumps(events), *self.engine.args(self.block),
+                "--served-model-name", self.served_name, "--enable-multimodal",
+                *self.kv_events_args(), *self.engine.args(self.block),
             ],
             env={
                 **self.env,
@@ -168,24 +197,12 @@ class TimedStack(Stack):
         process.start()
         self.worker.append(process)
 
-    def stop(self) -> None:
-        try:
-            super().stop()
-        except AssertionError as error:
-            # By now all processes have ended; the measurements are good either way.
-            print(error, file=sys.stderr)
-
     def signal_engine(self, number: int) -> None:
         """Signal the process that computes, which vLLM lets spin while it has nothing to do."""
         if self.worker and self.worker[0].alive:
             for child in psutil.Process(self.worker[0].pid).children(recursive=True):
                 if child.name() == "VLLM::Worker":
                     child.send_signal(number)
-
-    def prepared(self) -> list[dict[str, float]]:
-        """What the worker recorded so far; see `timed_worker`."""
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
-        return [json.loads(line) for line in lines]
 
     def memory_mb(self) -> float:
         """PSS of the worker and all its children."""
@@ -302,11 +319,11 @@ class Bench:
             {"type": "image_url", "image_url": {"url": url}},
             {"type": "text", "text": f"{next(self._numbers)}: what is in this picture?"},
         ]
-        seen = {side: len(stack.prepared()) for side, stack in self.stacks.items()}
+        seen = {side: len(stack.recorded()) for side, stack in self.stacks.items()}
         result = {kind: dict[str, float]() for kind in self._kinds}
         result["first token"] = self._pair(lambda side: 1e3 * self._clients[side].chat(content, 4))
         for side, stack in self.stacks.items():
-            new = stack.prepared()[seen[side] :]
+            new = stack.recorded()[seen[side] :]
             if len(new) != 1:
                 raise RuntimeError(f"{side} recorded {len(new)} requests where 1 was sent")
             if "engine input" in result:
@@ -414,6 +431,13 @@ def run(
     return result
 
 
+def end_in_time(seconds: int) -> None:
+    """Stop everything also when told to end, and after so many seconds."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, _give_up)
+    signal.alarm(seconds)
+
+
 def _give_up(number: int, _frame: object) -> NoReturn:
     raise SystemExit(f"ended by {signal.Signals(number).name}")
 
@@ -432,10 +456,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     pairs, blocks = (min(args.pairs, 6), 3) if args.quick else (args.pairs, 10)
 
-    # Also when told to end, and when it takes too long, everything is stopped.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(number, _give_up)
-    signal.alarm(TIME_LIMIT_S)
+    end_in_time(TIME_LIMIT_S)
     spec = FrontendSpec(processor=args.frontend, transfer=args.transfer)
     print(
         f"{args.engine}, frontend {args.frontend}, transfer {args.transfer}, "
