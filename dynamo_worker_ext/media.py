@@ -12,11 +12,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from dynamo_worker_ext.errors import MediaLoadError
+from dynamo_worker_ext.errors import MediaLoadError, RequestError, UnsupportedOptionError
 from dynamo_worker_ext.wire import Modality
 
 #: Characters of a URI that its entry is found by.
 _SAMPLED: Final = 1024
+
+#: Seconds for a download, as Dynamo's video loader (1.6.1) has it.
+_HTTP_TIMEOUT_S: Final = 60.0
 
 #: URIs that are remembered as seen once.
 _SEEN: Final = 4096
@@ -96,14 +99,18 @@ class MediaLoader:
     Args:
         frontend_decoding: take pixels that the Rust frontend decoded (``--frontend-decoding``).
         cache_mb: size of the content cache in MB.
+        decode_videos: False for an engine that decodes videos itself, and takes their files.
     """
 
-    def __init__(self, *, frontend_decoding: bool, cache_mb: int) -> None:
+    def __init__(
+        self, *, frontend_decoding: bool, cache_mb: int, decode_videos: bool = True
+    ) -> None:
         from dynamo.common.multimodal.audio_loader import AudioLoader
         from dynamo.common.multimodal.image_loader import ImageLoader
         from dynamo.common.multimodal.video_loader import VideoLoader
 
         self.cache = ContentCache(cache_mb * 1024 * 1024)
+        self._decode_videos = decode_videos
         self._images = ImageLoader(enable_frontend_decoding=frontend_decoding)
         self._videos = VideoLoader(enable_frontend_decoding=frontend_decoding)
         self._audios = AudioLoader(enable_frontend_decoding=frontend_decoding)
@@ -119,10 +126,12 @@ class MediaLoader:
         """Fetch and decode the items of one modality, in order.
 
         Returns:
-            PIL images (RGB); or (frames, metadata) of videos; or (samples, rate) of audio.
+            PIL images (RGB); or (frames, metadata) of videos, or their files as bytes where they
+            are not decoded; or (samples, rate) of audio.
 
         Raises:
             MediaLoadError: with the HTTP status of the cause (404, 408, 413, 415, else 400).
+            UnsupportedOptionError: `io_kwargs` for videos that are not decoded here.
         """
         for item in items:
             if "UuidOnly" in item:
@@ -138,12 +147,30 @@ class MediaLoader:
                 options = io_kwargs.get("video") if io_kwargs else None
                 if options is not None and not isinstance(options, dict):
                     raise MediaLoadError("media_io_kwargs.video is an object")
+                if not self._decode_videos:
+                    return await self._load_files(items, options)
                 return list(await self._videos.load_video_batch(list(items), options or {}))
             return list(await self._audios.load_audio_batch(list(items)))
-        except MediaLoadError:
+        except RequestError:
             raise
         except Exception as error:
             raise _as_media_error(modality, error) from error
+
+    async def _load_files(
+        self, items: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None
+    ) -> list[Any]:
+        if options:
+            raise UnsupportedOptionError(
+                "media_io_kwargs.video cannot be honoured by this worker, whose engine decodes "
+                "videos itself; leave it out"
+            )
+        return await asyncio.gather(*(self._load_file(item) for item in items))
+
+    async def _load_file(self, item: Mapping[str, Any]) -> Any:
+        if isinstance(url := item.get("Url"), str):
+            return await fetch(url)
+        (decoded,) = await self._videos.load_video_batch([dict(item)])
+        return decoded
 
     async def _load_images(
         self, items: Sequence[Mapping[str, Any]], cache_scope: str | None
@@ -160,6 +187,29 @@ class MediaLoader:
         if uri is not None:
             self.cache.put(uri, image)
         return image
+
+
+async def fetch(url: str) -> bytes:
+    """What lies behind a URL, under the policy and the limits of Dynamo's own loaders.
+
+    Raises:
+        ValueError: the policy refuses it, it is malformed or too large.
+        HttpError: it cannot be had.
+    """
+    from dynamo.common.http import fetch_bytes
+    from dynamo.common.http.media_reference import max_media_bytes
+    from dynamo.common.http.url_validator import UrlValidationPolicy, validate_media_url
+    from dynamo.common.multimodal.media_source import is_local_media_url, read_local_media_bytes
+
+    policy = UrlValidationPolicy.from_env()
+    url = await validate_media_url(url, policy)
+    data: bytes
+    if is_local_media_url(url):
+        data = await read_local_media_bytes(url, policy)
+    else:
+        limit = max_media_bytes()
+        data = await fetch_bytes(url, _HTTP_TIMEOUT_S, policy=policy, max_bytes=limit)
+    return data
 
 
 def _check_data_uri_size(modality: Modality, item: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """``python -m tests.counted_worker ENGINE``: our worker, with a few series more on ``/metrics``.
 
-``ENGINE:test_processed_images_total`` counts images that the Hugging Face image processor was
-given in the worker process, ``ENGINE:test_requests_with_raw_media_total`` requests that carried
-raw media; for SGLang ``sglang:test_running_requests`` says what its scheduler works on. Nothing
-else is changed.
+``ENGINE:test_processed_images_total`` counts images and videos that the Hugging Face processors
+were given in the worker process, ``ENGINE:test_requests_with_raw_media_total`` requests that
+carried raw media; for SGLang ``sglang:test_running_requests`` says what its scheduler works on.
+Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,23 +53,32 @@ class Count:
 
 @contextmanager
 def counted_images(engine: str = "vllm") -> Iterator[Count]:
-    """Wrap the image processor of every model in this process, and show the count."""
+    """Wrap the image and video processors of all models in this process, and show the count."""
     from transformers.image_processing_utils import BaseImageProcessor
+    from transformers.video_processing_utils import BaseVideoProcessor
 
     processed = Count(engine + PROCESSED)
-    original = BaseImageProcessor.__call__
 
-    def counted(self: Any, images: Any, *args: Any, **kwargs: Any) -> Any:
-        processed.add(len(images) if isinstance(images, (list, tuple)) else 1)
-        return original(self, images, *args, **kwargs)
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            media = (
+                args[0] if args else next(kwargs[m] for m in ("images", "videos") if m in kwargs)
+            )
+            processed.add(len(media) if isinstance(media, (list, tuple)) else 1)
+            return original(self, *args, **kwargs)
 
-    BaseImageProcessor.__call__ = counted
+        return call
+
+    originals = {kind: kind.__call__ for kind in (BaseImageProcessor, BaseVideoProcessor)}
+    for kind, original in originals.items():
+        kind.__call__ = counted(original)
     REGISTRY.register(processed)
     try:
         yield processed
     finally:
         REGISTRY.unregister(processed)
-        BaseImageProcessor.__call__ = original
+        for kind, original in originals.items():
+            kind.__call__ = original
 
 
 def count_raw_requests(engine: str) -> None:

@@ -340,7 +340,7 @@ class Seen:
 
     @property
     def processed_images(self) -> float:
-        """Images that went through the HF processor in a worker."""
+        """Images and videos that went through the HF processor in a worker."""
         return sum(self.total(name + PROCESSED) for name in ENGINES)
 
     @property

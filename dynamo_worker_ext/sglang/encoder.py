@@ -28,12 +28,20 @@ from dynamo_worker_ext.errors import (
     UnsupportedOptionError,
 )
 from dynamo_worker_ext.sglang.args import Config
-from dynamo_worker_ext.sglang.features import FAMILIES, FeatureReader, Features
+from dynamo_worker_ext.sglang.features import FAMILIES, FeatureReader, Features, FieldNames
+from dynamo_worker_ext.sglang.videos import VideoProcessor
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
-from dynamo_worker_ext.wire import MediaItem
+from dynamo_worker_ext.wire import MediaItem, Modality
 from dynamo_worker_ext.wire.types import MAX_ITEMS
 from dynamo_worker_ext.worker.encode import EncodeWorker
-from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion, ProcessedImage
+from dynamo_worker_ext.worker.encoder import (
+    Encoded,
+    EncoderInfo,
+    Expansion,
+    ProcessedMedia,
+    Video,
+    runs_of,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,12 +59,15 @@ class SglangEncoder:
         config: the parsed command line.
     """
 
+    decodes_videos = True
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="sglang-encoder", daemon=True)
         self._encoder: Any = None
-        self._token = -1
+        self._tokens: dict[Modality, int] = {}
+        self._videos: VideoProcessor | None = None
         self._reader: FeatureReader | None = None
 
     async def start(self) -> EncoderInfo:
@@ -69,7 +80,8 @@ class SglangEncoder:
 
     async def encode(
         self,
-        images: Sequence[Image | ProcessedImage],
+        modality: Modality,
+        items: Sequence[Image | Video | ProcessedMedia],
         processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Encoded]:
         if processor_kwargs:
@@ -78,7 +90,7 @@ class SglangEncoder:
             )
         if self._encoder is None:
             raise EngineError("the encoder is not running")
-        return await self._on_thread(self._encode(images))
+        return await self._on_thread(self._encode(modality, items))
 
     def is_dead(self) -> bool:
         return self._encoder is not None and not self._thread.is_alive()
@@ -114,18 +126,21 @@ class SglangEncoder:
                 f"this encode worker does not know how prompts of model type {family!r} name their "
                 f"images; it knows {', '.join(FAMILIES)}"
             )
-        self._token = int(config.hf_config.image_token_id)
-        own = encoder.preprocessor
+        own, names = encoder.preprocessor, FAMILIES[family]
+        self._tokens = {m: int(getattr(config.hf_config, f"{m}_token_id")) for m in names}
         self._reader = FeatureReader.of(config.hf_config, own.image_processor, config.dtype)
-        encoder.preprocessor = _Preprocessor(own)
+        given = server_args.limit_mm_data_per_request or {}
+        limits = {m: limit for m in names if (limit := given.get(m, MAX_ITEMS))}
+        if "video" in limits:
+            self._videos = VideoProcessor(config, server_args, names["video"])
+        encoder.preprocessor = _Preprocessor(own, names)
         self._encoder = encoder
-        limit = (server_args.limit_mm_data_per_request or {}).get("image", MAX_ITEMS)
         return EncoderInfo(
             engine_version=sglang.__version__,
-            limits={"image": limit} if limit else {},
+            limits=limits,
             context_length=config.context_len,
             block_size=server_args.page_size or 1,
-            probe_tokens=(self._token,),
+            probe_tokens=(self._tokens["image"],),
             takes_processed=self._reader is not None,
         )
 
@@ -134,29 +149,45 @@ class SglangEncoder:
             raise EngineError("the encoder is not running")
         return self._reader
 
-    async def _encode(self, images: Sequence[Image | ProcessedImage]) -> list[Encoded]:
+    async def _encode(
+        self, modality: Modality, items: Sequence[Image | Video | ProcessedMedia]
+    ) -> list[Encoded]:
         found: list[Encoded] = []
-        for is_processed, group in groupby(images, lambda one: isinstance(one, ProcessedImage)):
-            items: list[Any] = list(group)
-            if is_processed:
-                reader = self._known_reader()
-                items = [reader.normalised(reader.read(one.item, one.payload), ()) for one in items]
-            found += await self._run(items)
+        for kind, group in groupby(items, type):
+            taken: list[Any] = list(group)
+            if kind is ProcessedMedia:
+                taken = [self._read(one) for one in taken]
+            elif modality == "video":
+                taken = [await self._process(video) for video in taken]
+            found += await self._run(modality, taken)
         return found
 
-    async def _run(self, images: Sequence[Image | Features]) -> list[Encoded]:
-        """Encode pictures, or such that were processed; all of one kind."""
+    def _read(self, one: ProcessedMedia) -> Features:
+        reader = self._known_reader()
+        tokens = [token for token, count in one.runs for _ in range(count)]
+        return reader.normalised(reader.read(one.item, one.payload), tokens)
+
+    async def _process(self, video: Video) -> Features:
+        if self._videos is None:
+            raise EngineError("the encoder takes no videos")
+        try:
+            return await self._videos.process(video)
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"the model's processor refuses the video: {error}") from error
+
+    async def _run(self, modality: Modality, items: Sequence[Image | Features]) -> list[Encoded]:
+        """Encode pictures, or what was processed; all of one kind."""
         encoder = self._encoder
         request = {
             "req_id": uuid.uuid4().hex,
             "num_parts": 1,
             "part_idx": 0,
-            "mm_items": list(images),
+            "mm_items": list(items),
             "hashes": None,
         }
         try:
             context = await encoder._prepare_encode_context(
-                [request], EngineModality.IMAGE, use_global_cache=False
+                [request], EngineModality[modality.upper()], use_global_cache=False
             )
             embeddings = await encoder._compute_embedding(context, keep_on_gpu=False)
         except MMError as error:
@@ -165,32 +196,41 @@ class SglangEncoder:
             raise EngineError(f"SGLang's encoder failed: {error}") from error
         counts = [int(count) for count in context.preprocess_result.token_counts]
         grids = torch.as_tensor(context.preprocess_result.grid_thw, dtype=torch.int64).cpu()
-        if embeddings is None or len(counts) != len(images) or embeddings.shape[0] != sum(counts):
+        if embeddings is None or len(counts) != len(items) or embeddings.shape[0] != sum(counts):
             raise EngineError(
                 f"SGLang's encoder made {'nothing' if embeddings is None else embeddings.shape[0]} "
-                f"of {len(images)} image(s) that need {counts} tokens"
+                f"of {len(items)} {modality}(s) that need {counts} tokens"
             )
-        return [
-            Encoded(
-                "image",
-                # A copy: the parts would keep the whole batch in memory.
-                part.clone(memory_format=torch.contiguous_format),
-                grid,
-                Expansion((self._token,), ((self._token, len(part)),)),
+        token = self._tokens[modality]
+        found = []
+        for item, part, grid in zip(items, embeddings.split(counts), grids, strict=True):
+            tokens, seconds = (token,) * len(part), None
+            if isinstance(item, Features):
+                tokens, seconds = item.tokens, next(iter(item.scalars.values()), None)
+            found.append(
+                Encoded(
+                    modality,
+                    # A copy: the parts would keep the whole batch in memory.
+                    part.clone(memory_format=torch.contiguous_format),
+                    grid,
+                    Expansion((token,), runs_of(tokens)),
+                    seconds,
+                )
             )
-            for part, grid in zip(embeddings.split(counts), grids, strict=True)
-        ]
+        return found
 
 
 class _Preprocessor:
-    """`MMEncoder`'s own, which is asked for nothing where images come processed.
+    """`MMEncoder`'s own, which is asked for nothing where media comes processed.
 
     Args:
         own: the one that it made.
+        names: what the model's family calls its tensors, by modality.
     """
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Any, names: Mapping[Modality, FieldNames]) -> None:
         self._own = own
+        self._names = names
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -203,12 +243,10 @@ class _Preprocessor:
             result: tuple[EncoderPreprocessResult, list[int]]
             result = await self._own.process_batch_mm_items(requests, modality)
             return result
+        names = self._names[items[0].modality]
         grids = torch.cat([item.grid for item in items])
         merge = self._own.image_processor.merge_size
-        tensors = {
-            "pixel_values": torch.cat([item.pixels for item in items]),
-            "image_grid_thw": grids,
-        }
+        tensors = {names.pixels: torch.cat([item.pixels for item in items]), names.grid: grids}
         counts = [int(grid.prod()) // merge**2 for grid in grids]
         return EncoderPreprocessResult(tensors, grids, counts), [len(items)]
 

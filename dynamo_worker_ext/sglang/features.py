@@ -209,7 +209,14 @@ class FeatureReader:
                 f"{name} has shape [{prod(grid) // self._merge**2}, {self._width}] for a grid of "
                 f"{grid}, got {list(embeddings.shape)}"
             )
-        return Features(item.modality, embeddings, torch.tensor([grid]), (), {}, encoded=True)
+        scalars: dict[str, float] = {}
+        if names.scalars:  # of which there is one: the seconds
+            if told.seconds_per_grid is None:
+                raise _mismatch(
+                    f"the handle does not say the seconds of the {item.modality}'s grid"
+                )
+            scalars = dict.fromkeys(names.scalars, told.seconds_per_grid)
+        return Features(item.modality, embeddings, torch.tensor([grid]), (), scalars, encoded=True)
 
     def normalised(self, features: Features, tokens: Sequence[int]) -> Features:
         """`features` as the vision tower takes them, in memory of their own.
@@ -264,6 +271,8 @@ def bundle(items: Sequence[Features], fields: Mapping[Modality, FieldNames]) -> 
         names = fields[modality]
         data: dict[str, Any] = {
             "format": "processor_output",
+            # Embeddings of no kind are an image's.
+            "modality": modality,
             # All of one kind: SGLang takes no embeddings beside pixels.
             "precomputed_embeddings" if group[0].encoded else names.pixels: _joined(
                 [item.pixels for item in group]

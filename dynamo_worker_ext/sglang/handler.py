@@ -62,6 +62,7 @@ class SglangWorker(MediaWorker):
 
     framework = "sglang"
     engine_prefix = "sglang:"
+    decodes_videos = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(

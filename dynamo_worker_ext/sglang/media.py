@@ -7,10 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Modality as EngineModality
-from sglang.srt.utils.video_decoder import VideoDecoderWrapper
 
 from dynamo_worker_ext.errors import (
     CacheMissError,
@@ -21,6 +19,7 @@ from dynamo_worker_ext.errors import (
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.sglang.cache import FeatureCache
 from dynamo_worker_ext.sglang.features import FeatureReader, Features, bundle
+from dynamo_worker_ext.sglang.videos import as_video
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.wire import MODALITIES, MediaItem, MediaRequest, Modality, Transfer
 from dynamo_worker_ext.wire.types import MAX_ITEMS
@@ -188,7 +187,7 @@ class SglangMedia:
             if not (items := raw.get(modality)):
                 continue
             given[f"{modality}_data"] = (
-                [Frames.of(*item) for item in items] if modality == "video" else list(items)
+                [as_video(item) for item in items] if modality == "video" else list(items)
             )
             hashes += [h[:16] for h in request.mm_hashes.get(modality, ())]
         if len(hashes) == sum(map(len, raw.values())):
@@ -317,39 +316,6 @@ class SglangMedia:
                     f"the request carries {items} {modality}(s), but its prompt has "
                     f"{found} placeholder(s) for them"
                 )
-
-
-class Frames(np.ndarray, VideoDecoderWrapper):
-    """Decoded frames in the place of SGLang's video decoder, which then need not decode.
-
-    [frames, height, width, 3], uint8. SGLang 0.5.21 lets arrays through its loader and asks
-    decoders for the frames that it wants: this is both.
-    """
-
-    avg_fps: float
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to open."""
-
-    @classmethod
-    def of(cls, frames: Any, metadata: Mapping[str, Any]) -> Frames:
-        """Frames with the rate at which they follow each other."""
-        array: Frames = np.ascontiguousarray(frames).view(cls)  # type: ignore[assignment]
-        duration = float(metadata.get("duration") or 0.0)
-        array.avg_fps = len(array) / duration if duration > 0 else float(metadata.get("fps") or 1.0)
-        return array
-
-    def __array_finalize__(self, source: Any) -> None:
-        self.avg_fps = getattr(source, "avg_fps", 1.0)
-
-    def get_frames_as_tensor(self, indices: Sequence[int]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(self)[list(indices)])
-
-    def get_frames_at(self, indices: Sequence[int]) -> Any:
-        return np.asarray(self)[list(indices)]
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def _check_kinds(

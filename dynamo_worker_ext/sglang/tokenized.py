@@ -59,10 +59,29 @@ def announce(manager: Any, waiting: Mapping[str, asyncio.Future[Any]]) -> None:
         tokenized = await tokenize_one(request)
         future = waiting.get(request.rid)
         if future is not None and not future.done():
-            future.set_result(tokenized)
+            if _unnamed(tokenized):
+                await asyncio.to_thread(_name, tokenized)
+            if not future.done():
+                future.set_result(tokenized)
         return tokenized
 
     manager._tokenize_one_request = announced
+
+
+def _unnamed(tokenized: Any) -> bool:
+    """Whether there is media that no frontend has given a hash, such as raw videos."""
+    inputs = tokenized.mm_inputs
+    return inputs is not None and any(item.hash is None for item in inputs.mm_items)
+
+
+def _name(tokenized: Any) -> None:
+    """Give it the hash that the scheduler would; takes milliseconds for large media."""
+    inputs = tokenized.mm_inputs
+    for item in inputs.mm_items:
+        item.set_pad_value()
+    inputs.padded_input_ids = MultimodalProcessorOutput.build_padded_input_ids(
+        tokenized.input_ids, inputs.mm_items
+    )
 
 
 def attach(manager: Any, handed: Mapping[str, HandedMedia]) -> None:

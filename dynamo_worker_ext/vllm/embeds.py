@@ -1,7 +1,8 @@
 """Embeddings as vLLM's models take them in place of pixels, checked before the engine sees them.
 
-vLLM's models take an item that holds ``image_embeds``, and for Qwen-VL its grid, where one of
-pixels would be. The engine core trusts its shape; a wrong one ends the core for everybody.
+vLLM's models take an item that holds ``image_embeds`` or ``video_embeds``, and for Qwen-VL its
+grid, where one of pixels would be. The engine core trusts its shape; a wrong one ends the core for
+everybody.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from transformers.feature_extraction_utils import BatchFeature
 
 from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.transfer.kwargs import FieldKind, KwargsField, KwargsItem
-from dynamo_worker_ext.wire import Embeddings, MediaItem
+from dynamo_worker_ext.vllm.reference import FieldReference, ItemReference
+from dynamo_worker_ext.wire import Embeddings, MediaItem, Modality
 
 log = logging.getLogger(__name__)
 
-_EMBEDS: Final = "image_embeds"
-_GRID: Final = "image_grid_thw"
+#: What the positions of Qwen2.5-VL's videos need besides their grid.
+SECONDS: Final = "second_per_grid_ts"
 
 #: How vLLM batches them (0.31.0); for a model that has it otherwise embeddings are not taken.
 _KINDS: Final = {"MultiModalFlatField": "flat", "MultiModalBatchedField": "batched"}
@@ -30,28 +32,35 @@ _KINDS: Final = {"MultiModalFlatField": "flat", "MultiModalBatchedField": "batch
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingReference:
-    """What embeddings one model takes.
+    """What embeddings of one modality a model takes.
 
     Attributes:
+        modality: its kind.
         width: numbers of one token's embedding, deep-stack layers included.
         kinds: by field, how the model's processor batches it.
         merge: patches that become one token, where the model has grids; else None.
+        seconds: what an item of pixels has as `SECONDS`, where it has it; else None.
     """
 
+    modality: Modality
     width: int
     kinds: Mapping[str, FieldKind]
     merge: int | None
+    seconds: FieldReference | None
 
     @classmethod
-    def learn(cls, processor: Any, has_grid: bool) -> EmbeddingReference | None:
+    def learn(
+        cls, processor: Any, modality: Modality, pixels: ItemReference
+    ) -> EmbeddingReference | None:
         """Ask a model's processor what fields it gives to the model.
 
         Args:
             processor: the engine's own multimodal processor.
-            has_grid: its items of pixels have a grid.
+            modality: which embeddings.
+            pixels: what its items look like that are no embeddings.
 
         Returns:
-            None for a model that takes no embeddings of images.
+            None for a model that takes no such embeddings.
         """
         config = processor.info.ctx.model_config
         vision = getattr(config.hf_config, "vision_config", None)
@@ -59,15 +68,18 @@ class EmbeddingReference:
         layers = getattr(vision, "deepstack_visual_indexes", None) or ()
         width = config.get_inputs_embeds_size() * (1 + len(layers))
         merge = getattr(vision, "spatial_merge_size", None)
-        if has_grid != isinstance(merge, int):
+        embeds, grid = f"{modality}_embeds", f"{modality}_grid_thw"
+        if (grid in pixels.fields) != isinstance(merge, int):
             return None
-        example: dict[str, torch.Tensor] = {_EMBEDS: torch.zeros(1, 1, width)}
+        example: dict[str, torch.Tensor] = {embeds: torch.zeros(1, 1, width)}
         if isinstance(merge, int):
-            example = {_EMBEDS: torch.zeros(1, width), _GRID: torch.tensor([[1, merge, merge]])}
+            example = {embeds: torch.zeros(1, width), grid: torch.tensor([[1, merge, merge]])}
+        if (seconds := pixels.fields.get(SECONDS)) is not None:
+            example[SECONDS] = torch.ones(1)
         try:
             fields = processor._get_mm_fields_config(BatchFeature(example), {})
         except (KeyError, AttributeError, NotImplementedError) as error:
-            log.info("this model's processor knows no embeddings: %r", error)
+            log.info("this model's processor knows no embeddings of %ss: %r", modality, error)
             return None
         kinds = {
             name: _KINDS.get(type(fields[name].field).__name__)
@@ -77,7 +89,7 @@ class EmbeddingReference:
         if kinds.keys() != example.keys() or None in kinds.values():
             return None
         known: dict[str, Any] = kinds
-        return cls(width, known, merge**2 if isinstance(merge, int) else None)
+        return cls(modality, width, known, merge**2 if isinstance(merge, int) else None, seconds)
 
     def item(self, item: MediaItem, of: Embeddings, payload: KwargsItem) -> KwargsItem:
         """The item as the model takes it.
@@ -90,37 +102,46 @@ class EmbeddingReference:
         Raises:
             InvalidTransferError: ``invalid_type``; it says what differs.
         """
-        if payload.fields.keys() != self.kinds.keys():
+        name, grid = f"{self.modality}_embeds", f"{self.modality}_grid_thw"
+        wanted = {name, grid} if self.merge else {name}
+        if payload.fields.keys() != wanted:
             raise _mismatch(
-                f"embeddings have the fields {sorted(self.kinds)}, got {sorted(payload.fields)}"
+                f"embeddings have the fields {sorted(wanted)}, got {sorted(payload.fields)}"
             )
-        embeds = payload.fields[_EMBEDS].data
+        embeds = payload.fields[name].data
         if not isinstance(embeds, torch.Tensor):
-            raise _mismatch(f"{_EMBEDS} is a tensor, got {type(embeds).__name__}")
+            raise _mismatch(f"{name} is a tensor, got {type(embeds).__name__}")
         dtype = str(embeds.dtype).removeprefix("torch.")
         if tuple(embeds.shape) != of.shape or dtype != of.dtype:
             raise _mismatch(
                 f"the handle says {of.dtype} {list(of.shape)}, got {dtype} {list(embeds.shape)}"
             )
-        where = item.placeholder
-        tokens = where.embeds
+        tokens = item.placeholder.embeds
         if of.shape != (tokens, self.width):
             raise _mismatch(
-                f"{_EMBEDS} is [{tokens}, {self.width}] for this model, got {list(of.shape)}"
+                f"{name} is [{tokens}, {self.width}] for this model, got {list(of.shape)}"
             )
-        fields = {_EMBEDS: self._field(_EMBEDS, embeds)}
+        fields = {name: self._field(name, embeds)}
         if self.merge:
             if of.grid is None or prod(of.grid) != tokens * self.merge:
                 raise _mismatch(f"a grid of {of.grid} does not make {tokens} embeddings")
             # By the handle, which is checked, and not by what came: the model's positions need it.
-            fields[_GRID] = self._field(_GRID, torch.tensor(of.grid, dtype=torch.int64))
+            fields[grid] = self._fact(grid, torch.tensor(of.grid, dtype=torch.int64))
+        if self.seconds is not None:
+            if of.seconds_per_grid is None:
+                raise _mismatch("the handle does not say the seconds of the video's grid")
+            shape = [size or 1 for size in self.seconds.shape]
+            seconds = torch.full(shape, of.seconds_per_grid, dtype=self.seconds.dtype)
+            fields[SECONDS] = self._fact(SECONDS, seconds)
         return KwargsItem(fields)
 
     def _field(self, name: str, data: torch.Tensor) -> KwargsField:
         kind = self.kinds[name]
-        if kind == "flat":
-            return KwargsField(data, kind, {"slices": [slice(0, data.shape[0])], "dim": 0})
-        return KwargsField(data, kind, {"keep_on_cpu": True} if name == _GRID else {})
+        options = {"slices": [slice(0, data.shape[0])], "dim": 0} if kind == "flat" else {}
+        return KwargsField(data, kind, options)
+
+    def _fact(self, name: str, data: torch.Tensor) -> KwargsField:
+        return KwargsField(data, self.kinds[name], {"keep_on_cpu": True})
 
 
 def _mismatch(message: str) -> InvalidTransferError:

@@ -12,11 +12,9 @@ import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgspec
-from PIL import Image
 from vllm.exceptions import VLLMClientError
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
@@ -28,33 +26,48 @@ from dynamo_worker_ext.transfer import codec
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.vllm.args import Config
 from dynamo_worker_ext.vllm.ec_role import silent_producer
+from dynamo_worker_ext.vllm.embeds import SECONDS
 from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
-from dynamo_worker_ext.vllm.reference import ItemReference, learn_references
+from dynamo_worker_ext.vllm.reference import ItemReference, example_media, learn_references
 from dynamo_worker_ext.vllm.tower import BATCH, EMBEDDINGS, VisionTower
-from dynamo_worker_ext.wire import MediaItem
+from dynamo_worker_ext.wire import MediaItem, Modality
 from dynamo_worker_ext.worker.encode import EncodeWorker
-from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion, ProcessedImage
+from dynamo_worker_ext.worker.encoder import (
+    Encoded,
+    EncoderInfo,
+    Expansion,
+    ProcessedMedia,
+    Video,
+    runs_of,
+)
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
 _NAME: Final = f"{VisionTower.__module__}.{VisionTower.__qualname__}"
 
 
+#: What an encoder takes, where the model does.
+_MODALITIES: Final[tuple[Modality, ...]] = ("image", "video")
+
+
 class _Processed(NamedTuple):
-    """One image after the model's processor.
+    """One item after the model's processor.
 
     Attributes:
         payload: its tensors, as `codec` has them.
         grid: [3]; None for a model without grids.
+        seconds: see `Encoded.seconds_per_grid`.
         expansion: what it becomes in the prompt.
         tokens: embeddings that it needs.
     """
 
     payload: bytes
     grid: torch.Tensor | None
+    seconds: float | None
     expansion: Expansion
     tokens: int
 
@@ -66,14 +79,16 @@ class VllmEncoder:
         config: the parsed command line; its engine arguments are changed.
     """
 
+    decodes_videos = False
+
     def __init__(self, config: Config) -> None:
         self._engine_args = config.engine_args
         self._llm: AsyncLLM | None = None
         self._processor: Any = None
-        self._prompt: list[int] = []
+        self._prompts: dict[Modality, list[int]] = {}
         self._most_tokens = 0
-        self._reference: ItemReference | None = None
-        self._target: tuple[int, ...] = ()
+        self._references: Mapping[Modality, ItemReference] = {}
+        self._targets: dict[Modality, tuple[int, ...]] = {}
 
     async def start(self) -> EncoderInfo:
         args = self._engine_args
@@ -99,39 +114,43 @@ class VllmEncoder:
         self._llm = llm = AsyncLLM.from_vllm_config(vllm_config)
         self._processor = processor = llm.renderer.get_mm_processor()
         allowed = processor.info.allowed_mm_limits
-        limits = {"image": allowed["image"]} if allowed.get("image") else {}
-        if limits:
-            text = processor.dummy_inputs.get_dummy_text({"image": 1})
-            tokenizer = processor.info.get_tokenizer()
-            self._prompt = list(tokenizer.encode(text, add_special_tokens=False))
-            await self._learn(llm)
+        limits = {m: allowed[m] for m in _MODALITIES if allowed.get(m)}
+        tokenizer = processor.info.get_tokenizer()
+        for modality in limits:
+            text = processor.dummy_inputs.get_dummy_text({modality: 1})
+            self._prompts[modality] = list(tokenizer.encode(text, add_special_tokens=False))
+        self._references = await asyncio.get_running_loop().run_in_executor(
+            llm.renderer._mm_executor, self._learn, list(limits)
+        )
         return EncoderInfo(
             engine_version=importlib.metadata.version("vllm"),
-            limits=limits,  # type: ignore[arg-type]
+            limits=limits,
             context_length=vllm_config.model_config.max_model_len,
             block_size=vllm_config.cache_config.block_size,
-            probe_tokens=self._prompt,
-            takes_processed=self._reference is not None,
+            probe_tokens=self._prompts.get("image", ()),
+            takes_processed=bool(self._references),
         )
 
-    async def _learn(self, llm: AsyncLLM) -> None:
-        """What an image is to look like that a frontend has processed, and what it replaces."""
-        loop, executor = asyncio.get_running_loop(), llm.renderer._mm_executor
-        known = await loop.run_in_executor(executor, learn_references, self._processor, ("image",))
-        picture = Image.new("RGB", (64, 64))
-        example = await loop.run_in_executor(executor, self._process, picture, None)
-        self._reference, self._target = known.get("image"), example.expansion.target
+    def _learn(self, modalities: Sequence[Modality]) -> Mapping[Modality, ItemReference]:
+        """What items are to look like that a frontend has processed, and what they replace. On the
+        renderer's thread."""
+        references = learn_references(self._processor, modalities)
+        for modality in references:
+            small = self._process(modality, example_media(self._processor, modality))
+            self._targets[modality] = small.expansion.target
+        return references
 
     def check(self, item: MediaItem, payload: KwargsItem) -> None:
-        if self._reference is None:
+        if (reference := self._references.get(item.modality)) is None:
             raise InvalidTransferError(
-                "this model's processed images are not known", reason="invalid_type"
+                f"processed {item.modality}s of this model are not known", reason="invalid_type"
             )
-        self._reference.check(payload, item)
+        reference.check(payload, item)
 
     async def encode(
         self,
-        images: Sequence[Image.Image | ProcessedImage],
+        modality: Modality,
+        items: Sequence[Image | Video | ProcessedMedia],
         processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Encoded]:
         llm = self._llm
@@ -142,27 +161,29 @@ class VllmEncoder:
             processed = await loop.run_in_executor(
                 llm.renderer._mm_executor,
                 lambda: [
-                    self._take(image)
-                    if isinstance(image, ProcessedImage)
-                    else self._process(image, processor_kwargs)
-                    for image in images
+                    self._take(item)
+                    if isinstance(item, ProcessedMedia)
+                    else self._process(modality, item, processor_kwargs)
+                    for item in items
                 ],
             )
         except (VLLMClientError, ValueError) as error:
             raise as_ours(error) from error
         found: list[Encoded] = []
         for batch in _batches(processed, self._most_tokens):
-            embeddings = await self._run_tower(llm, batch)
+            embeddings = await self._run_tower(llm, modality, batch)
             found += [
-                Encoded("image", embeddings[i], one.grid, one.expansion)
+                Encoded(modality, embeddings[i], one.grid, one.expansion, one.seconds)
                 for i, one in enumerate(batch)
             ]
         return found
 
-    async def _run_tower(self, llm: AsyncLLM, batch: Sequence[_Processed]) -> list[torch.Tensor]:
+    async def _run_tower(
+        self, llm: AsyncLLM, modality: Modality, batch: Sequence[_Processed]
+    ) -> list[torch.Tensor]:
         payload = msgspec.msgpack.encode([one.payload for one in batch])
         try:
-            results = await llm.collective_rpc("dwe_encode", args=("image", payload))
+            results = await llm.collective_rpc("dwe_encode", args=(modality, payload))
         except ENGINE_ERRORS as error:
             raise as_ours(error) from error
         except Exception as error:  # vLLM (0.31.0) has no other type for a call that failed
@@ -177,35 +198,49 @@ class VllmEncoder:
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown)
 
-    def _take(self, image: ProcessedImage) -> _Processed:
+    def _take(self, one: ProcessedMedia) -> _Processed:
         """An item that was processed elsewhere, and checked."""
-        where, grid = image.item.placeholder, image.payload.fields.get("image_grid_thw")
+        modality = one.item.modality
         return _Processed(
-            payload=b"".join(codec.encode(image.payload)),
-            grid=None if grid is None else cast("torch.Tensor", grid.data).flatten().long(),
-            expansion=Expansion(self._target, image.runs),
-            tokens=where.embeds,
+            payload=b"".join(codec.encode(one.payload)),
+            **_facts(modality, {name: field.data for name, field in one.payload.fields.items()}),
+            expansion=Expansion(self._targets[modality], one.runs),
+            tokens=one.item.placeholder.embeds,
         )
 
-    def _process(self, image: Image.Image, options: Mapping[str, Any] | None) -> _Processed:
+    def _process(
+        self,
+        modality: Modality,
+        item: Image | Video,
+        options: Mapping[str, Any] | None = None,
+    ) -> _Processed:
         """Have the model's processor make one item. On the renderer's thread."""
+        prompt = self._prompts[modality]
         output = self._processor.apply(
             ProcessorInputs(
-                prompt=list(self._prompt),
-                mm_data_items=self._processor.info.parse_mm_data({"image": [image]}),
+                prompt=list(prompt),
+                mm_data_items=self._processor.info.parse_mm_data({modality: [item]}),
                 hf_processor_mm_kwargs=dict(options or {}),
             ),
             TimingContext(enabled=False),
         )
-        (item,) = output["mm_kwargs"]["image"]
-        (where,) = output["mm_placeholders"]["image"]
-        grid = item["image_grid_thw"].data if "image_grid_thw" in item else None
+        (made,) = output["mm_kwargs"][modality]
+        (where,) = output["mm_placeholders"][modality]
         return _Processed(
-            payload=b"".join(codec.frame(MsgpackEncoder().encode(item))),
-            grid=None if grid is None else grid.flatten().long(),
-            expansion=_expansion(self._prompt, output["prompt_token_ids"], where),
+            payload=b"".join(codec.frame(MsgpackEncoder().encode(made))),
+            **_facts(modality, {name: field.data for name, field in made.items()}),
+            expansion=_expansion(prompt, output["prompt_token_ids"], where),
             tokens=where.get_num_embeds(),
         )
+
+
+def _facts(modality: Modality, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of an item besides its embeddings, of its fields' data."""
+    grid, seconds = fields.get(f"{modality}_grid_thw"), fields.get(SECONDS)
+    return {
+        "grid": None if grid is None else cast("torch.Tensor", grid).flatten().long(),
+        "seconds": None if seconds is None else float(seconds),
+    }
 
 
 def _batches(processed: Sequence[_Processed], most_tokens: int) -> Iterator[list[_Processed]]:
@@ -230,8 +265,7 @@ def _expansion(before: Sequence[int], after: Sequence[int], where: Any) -> Expan
         or list(before[first + width :]) != list(after[behind:])
     ):
         raise EngineError("this model's processor does not replace a placeholder by the image")
-    runs = tuple((token, len(list(run))) for token, run in groupby(after[first:behind]))
-    return Expansion(tuple(before[first : first + width]), runs)
+    return Expansion(tuple(before[first : first + width]), runs_of(after[first:behind]))
 
 
 def _read(result: bytes, processed: Sequence[_Processed]) -> list[torch.Tensor]:
@@ -244,7 +278,7 @@ def _read(result: bytes, processed: Sequence[_Processed]) -> list[torch.Tensor]:
     shapes = [tuple(getattr(one, "shape", ())) for one in embeddings]
     wanted = [one.tokens for one in processed]
     if [shape[0] for shape in shapes if len(shape) == 2] != wanted:
-        raise EngineError(f"the vision tower gave {shapes} for images of {wanted} tokens")
+        raise EngineError(f"the vision tower gave {shapes} for items of {wanted} tokens")
     return cast("list[torch.Tensor]", embeddings)
 
 

@@ -58,7 +58,7 @@ class VllmMedia:
         self.media_tokens = media_token_ids(config.hf_config)
         self.limits: Mapping[Modality, int] = {}
         self._references: dict[Modality, ItemReference] = {}
-        self._embeddings: EmbeddingReference | None = None
+        self._embeddings: dict[Modality, EmbeddingReference] = {}
         self._thread = _SingleThread(self._renderer._mm_executor)
         # Whether the model's processor takes vLLM's own steps, so that one can be left out.
         self._plain = False
@@ -79,15 +79,15 @@ class VllmMedia:
             self._references = await self._on_renderer(
                 lambda: learn_references(processor, list(self.limits))
             )
-            if (image := self._references.get("image")) is not None:
-                self._embeddings = EmbeddingReference.learn(
-                    processor, has_grid="image_grid_thw" in image.fields
-                )
+            for modality, reference in self._references.items():
+                known = EmbeddingReference.learn(processor, modality, reference)
+                if known is not None:
+                    self._embeddings[modality] = known
 
     @property
     def takes_embeddings(self) -> bool:
         """Whether encode workers can encode this model's images."""
-        return self._embeddings is not None
+        return "image" in self._embeddings
 
     # EngineMedia, as `dynamo_worker_ext.ingest` sees an engine.
 
@@ -100,11 +100,11 @@ class VllmMedia:
 
     def convert(self, item: MediaItem, payload: KwargsItem) -> MultiModalKwargsItem:
         if item.embeddings is not None:
-            if self._embeddings is None or item.modality != "image":
+            if (embeddings := self._embeddings.get(item.modality)) is None:
                 raise InvalidTransferError(
                     f"this model takes no embeddings of {item.modality}s", reason="invalid_type"
                 )
-            return kwargs_item(self._embeddings.item(item, item.embeddings, payload))
+            return kwargs_item(embeddings.item(item, item.embeddings, payload))
         reference = self._references.get(item.modality)
         if reference is None:
             raise InvalidTransferError(

@@ -183,22 +183,25 @@ def learn_references(
     return result
 
 
-def _example(processor: Any, modality: Modality, scale: int) -> Any:
-    """One processed item; images are of 112 x 56 pixels times `scale`."""
-    counts = {modality: 1}
+def example_media(processor: Any, modality: Modality, scale: int = 1) -> Any:
+    """A small item as a model's processor takes it; images are of 112 x 56 pixels times `scale`."""
     if modality == "image":
-        size = (112 * scale, 56 * scale)
-        data: Any = {"image": [Image.new("RGB", size, (90, 120, 60 * scale))]}
-    else:
-        # What makes a valid video or audio is the model's affair; its own builder knows.
-        options = MultiModalDummyOptions(
-            video=VideoDummyOptions(count=1, num_frames=2 * scale, width=112, height=112),
-            audio=AudioDummyOptions(count=1, length=16_000 * scale),
-        )
-        longest = processor.info.ctx.model_config.max_model_len
-        data = processor.dummy_inputs.get_dummy_mm_data(longest, counts, options)
-    text = processor.dummy_inputs.get_dummy_text(counts)
+        return Image.new("RGB", (112 * scale, 56 * scale), (90, 120, 60 * scale))
+    # What makes a valid video or audio is the model's affair; its own builder knows.
+    options = MultiModalDummyOptions(
+        video=VideoDummyOptions(count=1, num_frames=2 * scale, width=112, height=112),
+        audio=AudioDummyOptions(count=1, length=16_000 * scale),
+    )
+    longest = processor.info.ctx.model_config.max_model_len
+    (item,) = processor.dummy_inputs.get_dummy_mm_data(longest, {modality: 1}, options)[modality]
+    return item
+
+
+def _example(processor: Any, modality: Modality, scale: int) -> Any:
+    """One processed item."""
+    text = processor.dummy_inputs.get_dummy_text({modality: 1})
     tokens = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
+    data = {modality: [example_media(processor, modality, scale)]}
     output = processor.apply(
         ProcessorInputs(
             prompt=list(tokens),

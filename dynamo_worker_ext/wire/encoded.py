@@ -3,25 +3,29 @@
 It is a handle and never the tensors::
 
     {"version": 1,
-     "items": [{"modality", "mm_hash", "target", "runs", "shape", "dtype", "grid"}, ...],
+     "items": [{"modality", "mm_hash", "target", "runs", "shape", "dtype", "grid",
+                "seconds_per_grid"}, ...],
      "mm_kwargs_arena": ..., "mm_kwargs_nixl": ...}
 
     target, runs   tokens that stand for the item in the prompt, and [[token id, count], ...] that
                    replace them
     shape, dtype   of its embeddings, [tokens, width]
     grid           [time, height, width] in patches, or null
+    seconds_per_grid
+                   of a video, between two steps of its grid, or null
     mm_kwargs_*    where the embeddings lie, as `write_offer` writes it
 
-Items are in the order of the prompt. None at all means that the encode worker passes the request
-on as it came. `read` makes of a handle and the prompt's tokens what pre-processed media is too: a
-`Transfer`, so that one policy decides about both. Of a request that came pre-processed the handle's
-items are those of its transfer, in the same order and at the same places.
+Items are one modality after the other, in the order of the prompt within each. None at all means
+that the encode worker passes the request on as it came. `read` makes of a handle and the prompt's
+tokens what pre-processed media is too: a `Transfer`, so that one policy decides about both. Of a
+request that came pre-processed the handle's items are those of its transfer, in the same order and
+at the same places.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, Final, Literal
 
@@ -31,6 +35,7 @@ from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.wire.transfer import parse_transfer, short
 from dynamo_worker_ext.wire.types import (
     MAX_ITEMS,
+    MODALITIES,
     TRANSPORTS,
     Embeddings,
     Modality,
@@ -60,6 +65,7 @@ class EncodedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[_Count, Annotated[int, _Meta(ge=1, lt=2**24)]]
     dtype: Literal["bfloat16", "float16", "float32"]
     grid: tuple[_Count, _Count, _Count] | None = None
+    seconds_per_grid: Annotated[float, _Meta(gt=0, le=1e6)] | None = None
 
 
 class _Handle(msgspec.Struct):
@@ -71,7 +77,7 @@ def write(items: Sequence[EncodedItem], offers: Iterable[Mapping[str, Any]]) -> 
     """The handle of a request's items, plain JSON values.
 
     Args:
-        items: in the order of the prompt.
+        items: one modality after the other, in the order of the prompt within each.
         offers: of each transport what `write_offer` returned.
     """
     # By way of JSON, so that tuples are lists here as they are for whoever reads it.
@@ -113,22 +119,18 @@ def read(
         raise InvalidTransferError(f"encoder_result: {text}", reason=_reason(text)) from None
     if not handle.items:
         return None
-    for item in handle.items:
+    items = sorted(handle.items, key=lambda item: MODALITIES.index(item.modality))
+    for item in items:
         _check(item, max_item_bytes)
     if preprocessed is None:
-        tokens, places = _expand(list(token_ids), handle.items)
+        tokens, places = _expand(list(token_ids), items)
     else:
-        tokens, places = preprocessed.expanded_token_ids, _places(handle.items, preprocessed)
+        tokens, places = preprocessed.expanded_token_ids, _places(items, preprocessed)
     hashes: dict[str, list[str]] = {}
     placeholders: dict[str, list[Placeholder]] = {}
-    for item, place in zip(handle.items, places, strict=True):
+    for item, place in zip(items, places, strict=True):
         hashes.setdefault(item.modality, []).append(item.mm_hash)
         placeholders.setdefault(item.modality, []).append(place)
-    if len(hashes) > 1:
-        raise InvalidTransferError(
-            f"encoder_result holds items of one modality, got {sorted(hashes)}",
-            reason="invalid_metadata",
-        )
     extra: dict[str, Any] = {
         f"mm_kwargs_{name}": value.get(f"mm_kwargs_{name}") for name in TRANSPORTS
     }
@@ -148,8 +150,10 @@ def read(
     return msgspec.structs.replace(
         transfer,
         items=tuple(
-            msgspec.structs.replace(item, embeddings=Embeddings(of.shape, of.dtype, of.grid))
-            for item, of in zip(transfer.items, handle.items, strict=True)
+            msgspec.structs.replace(
+                item, embeddings=Embeddings(of.shape, of.dtype, of.grid, of.seconds_per_grid)
+            )
+            for item, of in zip(transfer.items, items, strict=True)
         ),
     )
 
@@ -164,12 +168,14 @@ def check_identities(transfer: Transfer, mm_hashes: Mapping[Modality, Sequence[s
     Raises:
         InvalidTransferError: ``invalid_hash``.
     """
-    modality = transfer.items[0].modality
-    known = list(mm_hashes.get(modality, ()))
-    if known and known != [item.mm_hash for item in transfer.items]:
-        raise InvalidTransferError(
-            "the items of encoder_result are not those of the request", reason="invalid_hash"
-        )
+    for modality in {item.modality for item in transfer.items}:
+        known = list(mm_hashes.get(modality, ()))
+        items = [item.mm_hash for item in transfer.items if item.modality == modality]
+        if known and known != items:
+            raise InvalidTransferError(
+                f"the {modality}s of encoder_result are not those of the request",
+                reason="invalid_hash",
+            )
 
 
 def _check(item: EncodedItem, max_item_bytes: int) -> None:
@@ -214,28 +220,48 @@ def _expand(
             f"encoder_result makes a prompt of {total} tokens; at most {MAX_TOKENS} are taken",
             reason="invalid_tokens",
         )
+    places: dict[int, Placeholder] = {}
+    starts = sorted(
+        (start, index)
+        for modality in MODALITIES
+        for start, index in _starts(before, items, modality)
+    )
     after: list[int] = []
-    places: list[Placeholder] = []
     at = 0
-    for item in items:
+    for start, index in starts:
+        item = items[index]
+        if start < at:
+            raise InvalidTransferError(
+                f"two items of encoder_result want the tokens at {start}", reason="invalid_tokens"
+            )
+        after += before[at:start]
+        tokens = [token for token, count in item.runs for _ in range(count)]
+        places[index] = Placeholder(len(after), len(tokens), _mask(item))
+        after += tokens
+        at = start + len(item.target)
+    return after + list(before[at:]), [places[index] for index in range(len(items))]
+
+
+def _starts(
+    before: Sequence[int], items: Sequence[EncodedItem], modality: Modality
+) -> Iterator[tuple[int, int]]:
+    """Where in the prompt each item of one modality goes, and its index."""
+    at, last = 0, None
+    found = [(index, item) for index, item in enumerate(items) if item.modality == modality]
+    for count, (index, item) in enumerate(found):
         start = _find(before, item.target, at)
         if start is None:
             raise InvalidTransferError(
-                f"encoder_result has {len(items)} item(s), the prompt has room for {len(places)}",
+                f"encoder_result has {len(found)} {modality}(s), the prompt has room for {count}",
                 reason="invalid_count",
             )
-        after += before[at:start]
-        mask = _mask(item)
-        tokens = [token for token, count in item.runs for _ in range(count)]
-        places.append(Placeholder(len(after), len(tokens), mask))
-        after += tokens
-        at = start + len(item.target)
-    if _find(before, items[-1].target, at) is not None:
+        yield start, index
+        at, last = start + len(item.target), item.target
+    if last is not None and _find(before, last, at) is not None:
         raise InvalidTransferError(
-            f"encoder_result has {len(items)} item(s), the prompt has room for more",
+            f"encoder_result has {len(found)} {modality}(s), the prompt has room for more",
             reason="invalid_count",
         )
-    return after + list(before[at:]), places
 
 
 def _find(tokens: Sequence[int], target: tuple[int, ...], at: int) -> int | None:
@@ -270,6 +296,7 @@ _REASONS: Final = {
     "shape": "invalid_size",
     "dtype": "invalid_type",
     "grid": "invalid_type",
+    "seconds_per_grid": "invalid_type",
 }
 
 

@@ -54,11 +54,13 @@ class Embeddings(msgspec.Struct, frozen=True):
         shape: [tokens, width].
         dtype: of the embeddings, as torch names it.
         grid: [time, height, width] in patches; None for a model that has no grids.
+        seconds_per_grid: of a video, between two steps of its grid; None where nobody needs it.
     """
 
     shape: tuple[int, int]
     dtype: str
     grid: tuple[int, int, int] | None
+    seconds_per_grid: float | None = None
 
 
 class MediaItem(msgspec.Struct, frozen=True):

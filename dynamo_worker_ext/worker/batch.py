@@ -9,19 +9,24 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dynamo_worker_ext.errors import EngineError, RequestError
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.worker.encoder import Encoded, Encoder, ProcessedImage
+from dynamo_worker_ext.wire import Modality
+from dynamo_worker_ext.worker.encoder import Encoded, Encoder, ProcessedMedia, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Images of one call at most: what comes after a large batch does not wait for too long.
-_MAX_IMAGES: Final = 16
+#: Items of one call at most: what comes after a large batch does not wait for too long.
+_MAX_ITEMS: Final = 16
 
 
 class _Waiting(NamedTuple):
-    image: Image | ProcessedImage
+    modality: Modality
+    item: Image | Video | ProcessedMedia
     processor_kwargs: Mapping[str, Any] | None
     result: asyncio.Future[Encoded]
+
+    def goes_with(self, other: _Waiting) -> bool:
+        return (self.modality, self.processor_kwargs) == (other.modality, other.processor_kwargs)
 
 
 class Batcher:
@@ -39,16 +44,19 @@ class Batcher:
         self._running: asyncio.Task[None] | None = None
 
     async def encode(
-        self, image: Image | ProcessedImage, processor_kwargs: Mapping[str, Any] | None = None
+        self,
+        modality: Modality,
+        item: Image | Video | ProcessedMedia,
+        processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Encoded:
-        """Encode one image, together with others that wait.
+        """Encode one item, together with others that wait.
 
         Raises:
-            RequestError: the model's processor refuses this image.
+            RequestError: the model's processor refuses this item.
             EngineError: the engine failed, or the worker stops.
         """
         result: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(image, processor_kwargs, result))
+        self._waiting.append(_Waiting(modality, item, processor_kwargs, result))
         if self._running is None:
             self._running = asyncio.create_task(self._run(), name="encode-batches")
         return await result
@@ -76,8 +84,8 @@ class Batcher:
     def _take(self) -> list[_Waiting]:
         """The first that waits, and those behind it that can go with it."""
         batch: list[_Waiting] = []
-        while self._waiting and len(batch) < _MAX_IMAGES:
-            if batch and self._waiting[0].processor_kwargs != batch[0].processor_kwargs:
+        while self._waiting and len(batch) < _MAX_ITEMS:
+            if batch and not self._waiting[0].goes_with(batch[0]):
                 break
             one = self._waiting.popleft()
             if not one.result.cancelled():
@@ -90,10 +98,10 @@ class Batcher:
         try:
             with self._metrics.stage("encode"):
                 found = await self._encoder.encode(
-                    [one.image for one in batch], batch[0].processor_kwargs
+                    batch[0].modality, [one.item for one in batch], batch[0].processor_kwargs
                 )
             if len(found) != len(batch):
-                raise EngineError(f"the encoder gave {len(found)} results for {len(batch)} images")
+                raise EngineError(f"the encoder gave {len(found)} results for {len(batch)} items")
         except RequestError as error:
             if len(batch) > 1:
                 # One of them is refused; the others are not to pay for it.

@@ -15,11 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from dynamo_worker_ext.errors import SegmentError, TransferError
+from dynamo_worker_ext import transfer
+from dynamo_worker_ext.errors import (
+    SegmentError,
+    StartupError,
+    TransferError,
+    TransportUnavailableError,
+)
 from dynamo_worker_ext.metrics import Metrics, WarnOnceAMinute
 from dynamo_worker_ext.transfer import MmKwargsSender
 from dynamo_worker_ext.transfer.codec import Piece, payload_size
 from dynamo_worker_ext.wire import EncodedItem, ItemRef
+from dynamo_worker_ext.worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +35,8 @@ Key = tuple[str, str]
 
 #: Seconds between two looks at leases that have ended; far below a lease that anybody would set.
 _SWEEP_S: Final = 0.25
+
+_MB: Final = 1 << 20
 
 
 class Embedding:
@@ -239,3 +248,39 @@ class EmbeddingStore:
 
     def _show(self) -> None:
         self._metrics.cache_bytes.set(self._cached_bytes)
+
+
+async def open_senders(options: WorkerOptions, metrics: Metrics) -> dict[str, MmKwargsSender[Any]]:
+    """Senders of the transports that were asked for.
+
+    Raises:
+        StartupError: one that was asked for by name cannot be had, or there is none.
+    """
+    names = list(options.transports)
+    senders: dict[str, MmKwargsSender[Any]] = {}
+    for name in names:
+        if name == "shm" and "arena" in senders and not options.all_transports:
+            continue  # for whom the arena reaches, which is the same host
+        try:
+            senders[name] = await asyncio.to_thread(
+                transfer.open_sender, name, metrics=metrics, **_room(name, options)
+            )
+        except TransportUnavailableError as error:
+            if options.all_transports:
+                raise StartupError(f"--mm-transfer {name}: {error}") from error
+            log.warning("embeddings are not offered over %s: %s", name, error)
+    if not senders:
+        raise StartupError(
+            "an encode worker has to offer its embeddings over something; of --mm-transfer "
+            f"{','.join(names) or 'off'} nothing can be had here"
+        )
+    return senders
+
+
+def _room(transport: str, options: WorkerOptions) -> dict[str, Any]:
+    """The memory of a sender: the cache, and what is leased besides."""
+    cache = options.embedding_cache_bytes
+    if transport == "arena":
+        # It is the store that ends offers.
+        return {"max_bytes": 2 * cache + 256 * _MB, "offer_s": float("inf")}
+    return {"arena_bytes": cache + 64 * _MB} if transport == "nixl" else {}

@@ -1,6 +1,6 @@
-"""The encode worker: images in, a handle to their embeddings out. The same for both engines.
+"""The encode worker: media in, a handle to its embeddings out. The same for both engines.
 
-Images come raw, or as a frontend has processed them, over a transport of ours.
+Images and videos come raw, or as a frontend has processed them, over a transport of ours.
 
 The prefill or aggregated worker that comes next gets the handle as ``encoder_result``
 (`dynamo_worker_ext.wire.encoded`) and reads the embeddings over a transport of ours. What this
@@ -12,7 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -22,7 +30,7 @@ from dynamo.common.backend.health_check import build_health_check_payload, is_pr
 from dynamo.common.backend.multimodal import encoder_terminal_chunk
 from dynamo.common.backend.worker import WorkerConfig
 
-from dynamo_worker_ext import __version__, transfer, wire
+from dynamo_worker_ext import __version__, wire
 from dynamo_worker_ext.card import BackendFramework, WorkerCard, host_identity
 from dynamo_worker_ext.errors import (
     LimitExceededError,
@@ -36,23 +44,23 @@ from dynamo_worker_ext.hashing import HashMode
 from dynamo_worker_ext.ingest import Ingest
 from dynamo_worker_ext.media import MediaLoader
 from dynamo_worker_ext.transfer import MmKwargsReceiver, MmKwargsSender, codec
-from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.worker.base import Worker
 from dynamo_worker_ext.worker.batch import Batcher
-from dynamo_worker_ext.worker.embeddings import Embedding, EmbeddingStore, Key
-from dynamo_worker_ext.worker.encoder import Encoder, ProcessedImage
-from dynamo_worker_ext.worker.images import (
-    ImageToEncode,
+from dynamo_worker_ext.worker.embeddings import Embedding, EmbeddingStore, Key, open_senders
+from dynamo_worker_ext.worker.encoder import Encoder, ProcessedMedia, Video
+from dynamo_worker_ext.worker.options import WorkerOptions
+from dynamo_worker_ext.worker.to_encode import (
+    MediaToEncode,
+    ProcessedReading,
     content_hash,
     encoded_item,
-    images_of,
     known_picture,
+    media_of,
     options_of,
     payload_of,
     processed,
     scope_of,
 )
-from dynamo_worker_ext.worker.options import WorkerOptions
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,8 +71,6 @@ _T = TypeVar("_T")
 
 #: Seconds that a worker which stops gives to whoever has just got a handle from it.
 _LAST_READS_S: Final = 2.0
-
-_MB: Final = 1 << 20
 
 
 class EncodeConfig(Protocol):
@@ -81,27 +87,6 @@ class EncodeConfig(Protocol):
 
     @property
     def frontend_decoding(self) -> bool: ...
-
-
-class _Reading:
-    """What the policy of ingest has to know to read processed images for an encode worker."""
-
-    mixes_raw_and_held = True
-
-    def __init__(self, holds: Callable[[Key], bool], encoder: Encoder) -> None:
-        self._holds = holds
-        self._encoder = encoder
-        self.limits: Mapping[wire.Modality, int] = {"image": wire.MAX_ITEMS}
-
-    def holds(self, mm_hash: str, scope: str = "") -> bool:
-        return self._holds((scope, mm_hash))
-
-    def check(self, transfer: wire.Transfer) -> None:
-        """Who takes the embeddings looks at the prompt."""
-
-    def convert(self, item: wire.MediaItem, payload: KwargsItem) -> KwargsItem:
-        self._encoder.check(item, payload)
-        return payload
 
 
 class EncodeWorker(Worker):
@@ -137,12 +122,17 @@ class EncodeWorker(Worker):
             raise StartupError("this model takes no images, so there is nothing to encode")
         self._info = info
         self._loader = MediaLoader(
-            frontend_decoding=config.frontend_decoding, cache_mb=options.media_cache_mb
+            frontend_decoding=config.frontend_decoding,
+            cache_mb=options.media_cache_mb,
+            decode_videos=not self._encoder.decodes_videos,
         )
         if info.takes_processed:
             self._receivers = self.open_receivers()
         self._reader = Ingest(
-            _Reading(self._holds, self._encoder), self._receivers, self._loader, self.metrics
+            ProcessedReading(self._holds, self._encoder, info.limits),
+            self._receivers,
+            self._loader,
+            self.metrics,
         )
         self._store = EmbeddingStore(
             await self._open_senders(),
@@ -178,38 +168,7 @@ class EncodeWorker(Worker):
         )
 
     async def _open_senders(self) -> dict[str, MmKwargsSender[Any]]:
-        """Senders of the transports that were asked for.
-
-        Raises:
-            StartupError: one that was asked for by name cannot be had, or there is none.
-        """
-        names = list(self.options.transports)
-        senders: dict[str, MmKwargsSender[Any]] = {}
-        for name in names:
-            if name == "shm" and "arena" in senders and not self.options.all_transports:
-                continue  # for whom the arena reaches, which is the same host
-            try:
-                senders[name] = await asyncio.to_thread(
-                    transfer.open_sender, name, metrics=self.metrics, **self._room(name)
-                )
-            except TransportUnavailableError as error:
-                if self.options.all_transports:
-                    raise StartupError(f"--mm-transfer {name}: {error}") from error
-                log.warning("embeddings are not offered over %s: %s", name, error)
-        if not senders:
-            raise StartupError(
-                "an encode worker has to offer its embeddings over something; of --mm-transfer "
-                f"{','.join(names) or 'off'} nothing can be had here"
-            )
-        return senders
-
-    def _room(self, transport: str) -> dict[str, Any]:
-        """The memory of a sender: the cache, and what is leased besides."""
-        cache = self.options.embedding_cache_bytes
-        if transport == "arena":
-            # It is the store that ends offers.
-            return {"max_bytes": 2 * cache + 256 * _MB, "offer_s": float("inf")}
-        return {"arena_bytes": cache + 64 * _MB} if transport == "nixl" else {}
+        return await open_senders(self.options, self.metrics)
 
     async def health_check_payload(self) -> dict[str, Any] | None:
         extras: dict[str, Any] = {"multi_modal_data": {"image_url": [{"Url": known_picture()}]}}
@@ -268,30 +227,38 @@ class EncodeWorker(Worker):
         try:
             found = await self._processed(request, media)
             if found is None:
-                # Other media than images is not encoded.
-                if list(media.raw) != ["image"] or media.transfer is not None:
+                if media.transfer is not None or not self._can_encode(media.raw):
                     return self._pass_on()
-                images = images_of(request, media)
+                items = media_of(request, media)
                 if is_probe(request):
                     # Is to prove that the tower works, not that the cache does.
-                    for image in images:
-                        await self._batcher.encode(await self._load(image), image.processor_kwargs)
+                    for one in items:
+                        loaded = await self._load(one)
+                        await self._batcher.encode(one.modality, loaded, one.processor_kwargs)
                     return wire.write_encoded([], [])
-                found = await _all(self._embedding(image) for image in images)
+                found = await _all(self._embedding(one) for one in items)
         except TransferError as error:
             self._warn(error.reason, "embeddings cannot be offered: %s; passing on", error)
             return self._pass_on()
+        return self._hand_out(found)
+
+    def _hand_out(self, found: Sequence[tuple[Embedding, str]]) -> dict[str, Any]:
+        """The handle of a request's embeddings, which can be read from now on."""
         store, items = self._ready_store(), [embedding for embedding, _ in found]
+        modalities = [one.item.modality for one in items]
         store.lease(items)
-        shared = [name for name in store.transports if all(name in item.refs for item in items)]
+        shared = [
+            name
+            for name in self._transports_for(modalities)
+            if all(name in item.refs for item in items)
+        ]
         if not shared:  # no room over one here, over another there
             return self._pass_on()
         sources = [source for _, source in found]
         outcome = "encoded" if "encoded" in sources else "hit"
         self.metrics.requests.labels(outcome, shared[0]).inc()
-        for source in sources:
-            self.metrics.items.labels("image", source).inc()
-        modalities = [one.item.modality for one in items]
+        for modality, source in zip(modalities, sources, strict=True):
+            self.metrics.items.labels(modality, source).inc()
         hashes = [one.item.mm_hash for one in items]
         return wire.write_encoded(
             [one.item for one in items],
@@ -303,6 +270,20 @@ class EncodeWorker(Worker):
             ],
         )
 
+    def _can_encode(self, modalities: Collection[str]) -> bool:
+        """Whether all of a request's media can be encoded, and then said where it lies."""
+        return (
+            bool(modalities)
+            and all(modality in self._info.limits for modality in modalities)
+            and bool(self._transports_for(modalities))
+        )
+
+    def _transports_for(self, modalities: Collection[str]) -> list[str]:
+        mixed = len(set(modalities)) > 1
+        return [
+            name for name in self._ready_store().transports if not mixed or name in wire.NAMES_ITEMS
+        ]
+
     def _pass_on(self) -> dict[str, Any]:
         self.metrics.requests.labels("passed_on", "none").inc()
         return wire.write_encoded([], [])
@@ -310,7 +291,7 @@ class EncodeWorker(Worker):
     async def _processed(
         self, request: Mapping[str, Any], media: wire.MediaRequest
     ) -> list[tuple[Embedding, str]] | None:
-        """The embeddings of images that came processed; None where they are to be passed on.
+        """The embeddings of media that came processed; None where it is to be passed on.
 
         What cannot be read here is passed on as well: whoever comes next has raw media to fall
         back to, or says what is lost.
@@ -318,9 +299,9 @@ class EncodeWorker(Worker):
         transfer = media.transfer
         if transfer is None or not self._info.takes_processed:
             return None
-        if any(item.modality != "image" for item in transfer.items):
+        if not self._can_encode({item.modality for item in transfer.items}):
             return None
-        # With options an image becomes something else.
+        # With options an item becomes something else.
         scope = scope_of(request) + options_of(media)
         try:
             # Without raw media, which would be loaded in its place.
@@ -329,17 +310,17 @@ class EncodeWorker(Worker):
         except MediaLostError:
             return None
         return await _all(
-            self._once((scope, item.mm_hash), partial(self._make_processed, scope, image))
-            for item, image in zip(transfer.items, processed(transfer, read.payloads), strict=True)
+            self._once((scope, item.mm_hash), partial(self._make_processed, scope, one))
+            for item, one in zip(transfer.items, processed(transfer, read.payloads), strict=True)
         )
 
-    async def _embedding(self, image: ImageToEncode) -> tuple[Embedding, str]:
-        pixels = None
-        if image.identity is None:
-            pixels = await self._load(image)
-            image.identity = await asyncio.to_thread(content_hash, pixels, image.options)
-        key = (image.scope, image.identity)
-        return await self._once(key, lambda: self._make(image, pixels, key))
+    async def _embedding(self, item: MediaToEncode) -> tuple[Embedding, str]:
+        loaded = None
+        if item.identity is None:
+            loaded = await self._load(item)
+            item.identity = await asyncio.to_thread(content_hash, loaded, item.options)
+        key = (item.scope, item.identity)
+        return await self._once(key, lambda: self._make(item, loaded, key))
 
     async def _once(
         self, key: Key, make: Callable[[], Coroutine[Any, Any, Embedding]]
@@ -361,37 +342,38 @@ class EncodeWorker(Worker):
         if not task.cancelled():
             task.exception()  # is somebody's only if somebody still waits
 
-    async def _make(self, image: ImageToEncode, pixels: Any, key: Key) -> Embedding:
-        if pixels is None:
-            pixels = await self._load(image)
-        return await self._encode(pixels, image.processor_kwargs, key)
+    async def _make(self, item: MediaToEncode, loaded: Image | Video | None, key: Key) -> Embedding:
+        if loaded is None:
+            loaded = await self._load(item)
+        return await self._encode(item.modality, loaded, item.processor_kwargs, key)
 
-    async def _make_processed(self, scope: str, image: ProcessedImage | None) -> Embedding:
-        if image is None:
+    async def _make_processed(self, scope: str, one: ProcessedMedia | None) -> Embedding:
+        if one is None:
             raise TransportUnavailableError("an embedding was evicted while its request was read")
-        return await self._encode(image, None, (scope, image.item.mm_hash))
+        return await self._encode(one.item.modality, one, None, (scope, one.item.mm_hash))
 
     async def _encode(
         self,
-        image: Image | ProcessedImage,
+        modality: wire.Modality,
+        item: Image | Video | ProcessedMedia,
         processor_kwargs: Mapping[str, Any] | None,
         key: Key,
     ) -> Embedding:
-        encoded = await self._batcher.encode(image, processor_kwargs)
+        encoded = await self._batcher.encode(modality, item, processor_kwargs)
         pieces = codec.encode(payload_of(encoded))
         return await self._ready_store().put(key, encoded_item(encoded, key[1]), pieces)
 
-    async def _load(self, image: ImageToEncode) -> Any:
+    async def _load(self, item: MediaToEncode) -> Any:
         with self.metrics.stage("load"):
-            (pixels,) = await self._loader.load(
-                "image",
-                [image.raw],
-                io_kwargs=image.io_kwargs,
-                cache_scope=image.cache_scope,
+            (loaded,) = await self._loader.load(
+                item.modality,
+                [item.raw],
+                io_kwargs=item.io_kwargs,
+                cache_scope=item.cache_scope,
             )
-        if not hasattr(pixels, "convert"):
-            raise MediaLoadError(f"an image was expected, got {type(pixels).__name__}")
-        return pixels
+        if not hasattr(loaded, "convert") and not isinstance(loaded, (tuple, bytes)):
+            raise MediaLoadError(f"an {item.modality} was expected, got {type(loaded).__name__}")
+        return loaded
 
     def _holds(self, key: Key) -> bool:
         """Whether an embedding is there or on its way."""

@@ -6,14 +6,16 @@ transports and leases. Lives in the worker process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.wire import MediaItem, Modality
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL.Image import Image
 
@@ -30,8 +32,18 @@ class Expansion(NamedTuple):
     runs: tuple[tuple[int, int], ...]
 
 
-class ProcessedImage(NamedTuple):
-    """An image that a frontend has put through the model's processor.
+def runs_of(tokens: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Tokens as `Expansion.runs`."""
+    return tuple((token, len(list(run))) for token, run in groupby(tokens))
+
+
+#: Frames, [frames, height, width, 3], uint8, and what the loader says of them; or the file of a
+#: video, for an encoder that decodes it.
+Video: TypeAlias = "tuple[np.ndarray[Any, Any], Mapping[str, Any]] | bytes"
+
+
+class ProcessedMedia(NamedTuple):
+    """An item that a frontend has put through the model's processor.
 
     Attributes:
         item: what it is, and where it stands in the expanded prompt.
@@ -53,12 +65,15 @@ class Encoded(NamedTuple):
             what the language model takes of an item, deep-stack layers included.
         grid: [3], int64: time, height, width in patches; None for a model that has no grids.
         expansion: what it becomes in the prompt.
+        seconds_per_grid: of a video, between two steps of its grid; None for a model whose
+            positions do not need it.
     """
 
     modality: Modality
     embeddings: torch.Tensor
     grid: torch.Tensor | None
     expansion: Expansion
+    seconds_per_grid: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,7 @@ class EncoderInfo:
         context_length: of the model, in tokens.
         block_size: tokens of a KV block, as the workers that take its embeddings have it.
         probe_tokens: a prompt that holds one image, before expansion; for the health check.
-        takes_processed: `Encoder.encode` takes `ProcessedImage` too.
+        takes_processed: `Encoder.encode` takes `ProcessedMedia` too.
         engine_config: more for the SDK's `EngineConfig.runtime_data`.
     """
 
@@ -89,7 +104,12 @@ class Encoder(Protocol):
 
     `encode` is called again only when the call before is over; what arrives meanwhile comes
     together in the next.
+
+    Attributes:
+        decodes_videos: it takes a video's file.
     """
+
+    decodes_videos: bool
 
     async def start(self) -> EncoderInfo:
         """Load the vision tower.
@@ -99,7 +119,7 @@ class Encoder(Protocol):
         """
 
     def check(self, item: MediaItem, payload: KwargsItem) -> None:
-        """Refuse a processed image that this model's tower does not take.
+        """Refuse a processed item that this model's tower does not take.
 
         Raises:
             InvalidTransferError: it is not what this model's processor makes for `item`.
@@ -107,7 +127,8 @@ class Encoder(Protocol):
 
     async def encode(
         self,
-        images: Sequence[Image | ProcessedImage],
+        modality: Modality,
+        items: Sequence[Image | Video | ProcessedMedia],
         processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Encoded]:
         """Encode a batch; the results are in its order.
@@ -115,11 +136,12 @@ class Encoder(Protocol):
         Must not block the event loop for longer than some milliseconds.
 
         Args:
-            images: RGB pictures, and such that were processed and checked.
+            modality: of all of them.
+            items: RGB pictures or videos, and such that were processed and checked.
             processor_kwargs: options for the model's processor, the same for all of them.
 
         Raises:
-            RequestError: the model's processor refuses an image; the images of a batch that was
+            RequestError: the model's processor refuses an item; the items of a batch that was
                 refused are then encoded one by one.
             EngineError: the engine failed.
         """

@@ -44,6 +44,9 @@ class MediaWorker(Worker):
     #: What the card says.
     framework: ClassVar[BackendFramework]
 
+    #: The engine decodes videos itself.
+    decodes_videos: ClassVar[bool] = False
+
     #: What the engine raises for media that it refuses; see `as_ours`.
     media_errors: ClassVar[tuple[type[Exception], ...]] = (ValueError,)
 
@@ -126,7 +129,9 @@ class MediaWorker(Worker):
         if engine.limits:
             self._receivers = self.open_receivers()
         loader = MediaLoader(
-            frontend_decoding=self._frontend_decoding, cache_mb=self.options.media_cache_mb
+            frontend_decoding=self._frontend_decoding,
+            cache_mb=self.options.media_cache_mb,
+            decode_videos=not self.decodes_videos,
         )
         self._ingest = Ingest(engine, self._receivers, loader, self.metrics)
 

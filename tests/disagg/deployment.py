@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.direct import DirectClient, FrontendDouble, Segments, request
-from tests.pictures import data_uri, part, picture
+from tests.pictures import data_uri, part, picture, video, video_part
 from tests.stack import Answer, FrontendSpec, Process, Seen, Stack
 
 ROLE = "--disaggregation-mode"
 RUST = FrontendSpec("rust", "off")
 
 ONE, OTHER = part(data_uri(picture(201))), part(data_uri(picture(202)))
+VIDEO = video_part(video())
 
 #: What one aggregated worker answers to these is the measure; see `conftest`.
 PROMPTS: Mapping[str, list[Any]] = {
@@ -23,6 +24,8 @@ PROMPTS: Mapping[str, list[Any]] = {
     "two images swapped": [OTHER, ONE, "Compare the images"],
     "one image twice": [OTHER, OTHER, "Compare the images"],
     "image at the end": ["What is in this image?", ONE],
+    "a video": [VIDEO, "Describe the video"],
+    "a video before an image": [VIDEO, ONE, "Compare them"],
 }
 
 #: Tests may run on machines that are busy with others.

@@ -25,7 +25,7 @@ from tests.disagg.deployment import (
     check_processed_image_is_encoded,
     the,
 )
-from tests.pictures import data_uri, part, picture
+from tests.pictures import data_uri, part, picture, video, video_part
 from tests.stack import FrontendSpec, Process, Stack, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -100,6 +100,26 @@ def test_an_image_is_processed_once_and_by_the_encode_worker(stack: Stack) -> No
     assert again.processed_images == again.received_bytes == 0
     # The worker has all that can be had, and the router knew.
     assert again.predicted_tokens == again.answer.cached_tokens == again.answer.reusable_tokens > 0
+
+
+def test_a_video_is_processed_once_and_by_the_encode_worker(stack: Stack) -> None:
+    new, image = video_part(video()), part(data_uri(picture()))
+    first = ask(stack, new, "Describe the video")
+    encode, consumer = first.of("encode"), first.of("agg")
+    assert (encode.items, encode.processed_images) == ({"encoded": 1}, 1)
+    assert (consumer.items, consumer.processed_images) == ({"received": 1}, 0)
+    again = ask(stack, new, "Describe the video")
+    assert again.text == first.text
+    assert (again.of("encode").items, again.of("agg").items) == ({"cached": 1}, {"hit": 1})
+    assert again.processed_images == again.received_bytes == 0
+    assert again.answer.cached_tokens == again.answer.reusable_tokens > 0
+
+    both = ask(stack, image, new, "Compare them")
+    assert both.of("encode").items == {"cached": 1, "encoded": 1}
+    assert both.of("agg").items == {"hit": 1, "received": 1}
+    assert both.processed_images == 1
+    swapped = ask(stack, new, image, "Compare them")
+    assert swapped.of("agg").items == {"hit": 2}
 
 
 def test_our_frontend_leaves_images_to_the_encode_worker(

@@ -51,7 +51,7 @@ def test_answers_are_those_of_a_worker_that_encodes_by_itself(
 ) -> None:
     first_role = "prefill" if len(stack.worker) == 3 else "agg"
     # A picture that was seen is not encoded again, in whatever company it comes.
-    new = {"text": 0, "one image": 1, "two images": 1, "two images swapped": 0}
+    new = {"text": 0, "one image": 1, "two images": 1, "two images swapped": 0, "a video": 1}
     for name, content in asked["rust"].items():
         first, again = stack.ask("rust", content), stack.ask("rust", content)
         assert (first.text, again.text) == (sglang_expected["rust"][name],) * 2, name

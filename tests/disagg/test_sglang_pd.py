@@ -58,19 +58,21 @@ def test_answers_are_those_of_an_aggregated_worker(
         "one image": (came, 0 if transfers else 1),
         "two images": (came, 0 if transfers else 2),
         "two images swapped": ("hit", 0),
+        "a video": ("raw", 1),
     }
     for name, content in asked[door].items():
         first, again = stack.ask(door, content), stack.ask(door, content)
         assert (first.text, again.text) == (sglang_expected[door][name],) * 2, name
         began, repeated = first.of("prefill"), again.of("prefill")
         assert (began.outcome, began.processed_images) == new[name], name
-        repeat = "text" if name == "text" else "hit"
-        assert (repeated.outcome, repeated.processed_images) == (repeat, 0), name
+        # No frontend (1.6.1) names videos, so that those come anew each time.
+        repeat = {"text": ("text", 0), "a video": ("raw", 1)}.get(name, ("hit", 0))
+        assert (repeated.outcome, repeated.processed_images) == repeat, name
         for seen in (first.of("decode"), again.of("decode")):
             assert seen.outcome == ("text" if name == "text" else "continued"), name
             assert seen.processed_images == seen.received_bytes == 0, name
         assert again.answer.cached_tokens == again.answer.reusable_tokens > 0, name
-        assert again.predicted_tokens == again.answer.cached_tokens, name
+        assert name == "a video" or again.predicted_tokens == again.answer.cached_tokens, name
 
 
 def test_decode_workers_get_no_media_to_look_at(stack: Stack) -> None:

@@ -33,11 +33,13 @@ from dynamo_worker_ext.worker.encode import EncodeWorker
 from dynamo_worker_ext.worker.encoder import Encoded, EncoderInfo, Expansion
 from tests.pictures import data_uri, picture
 
-IMAGE = 5
+IMAGE, VIDEO = 5, 6
 
 
 class SlowEncoder:
     """Encodes when it is let go; refuses images of odd width."""
+
+    decodes_videos = True
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -50,31 +52,36 @@ class SlowEncoder:
         self.images: list[Any] = []
 
     async def start(self) -> EncoderInfo:
-        return EncoderInfo("1", {"image": 3}, 100, 16, (IMAGE,), self.takes_processed)
+        return EncoderInfo("1", {"image": 3, "video": 1}, 100, 16, (IMAGE,), self.takes_processed)
 
     def check(self, item: wire.MediaItem, payload: KwargsItem) -> None:
         if "pixel_values" not in payload.fields:
             raise InvalidTransferError("no pixels", reason="invalid_type")
 
     async def encode(
-        self, images: Sequence[Any], processor_kwargs: Mapping[str, Any] | None
+        self,
+        modality: wire.Modality,
+        items: Sequence[Any],
+        processor_kwargs: Mapping[str, Any] | None,
     ) -> list[Encoded]:
-        self.batches.append(len(images))
-        self.images += images
+        self.batches.append(len(items))
+        self.images += items
         self.called.set()
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        if any(getattr(image, "width", 0) % 2 for image in images):
+        if any(getattr(item, "width", 0) % 2 for item in items):
             raise RequestError("an odd width")
+        token = {"image": IMAGE, "video": VIDEO}[modality]
         return [
             Encoded(
-                "image",
+                modality,
                 torch.zeros(4, 8, dtype=torch.bfloat16),
                 torch.tensor([1, 4, 4]),
-                Expansion((IMAGE,), ((IMAGE, 4),)),
+                Expansion((token,), ((token, 4),)),
+                0.5 if modality == "video" else None,
             )
-            for _ in images
+            for _ in items
         ]
 
     def is_dead(self) -> bool:
@@ -201,8 +208,8 @@ async def test_an_image_becomes_a_small_handle(worker: SmallWorker) -> None:
     "media",
     [
         None,
-        {"video_url": [{"Url": "data:video/mp4;base64,AAAA"}]},
-        {"image_url": [{"Url": URI}], "video_url": [{"Url": "data:video/mp4;base64,AAAA"}]},
+        {"audio_url": [{"Url": "data:audio/wav;base64,AAAA"}]},
+        {"image_url": [{"Url": URI}], "audio_url": [{"Url": "data:audio/wav;base64,AAAA"}]},
     ],
 )
 async def test_what_is_not_encoded_is_passed_on(
@@ -212,6 +219,56 @@ async def test_what_is_not_encoded_is_passed_on(
     assert found == {"version": 1, "items": []}
     assert outcomes(worker) == {"passed_on": 1}
     assert not encoder.batches
+
+
+CLIP = "data:video/mp4;base64,AAAA"
+
+
+async def test_a_video_becomes_a_handle_by_its_content(
+    worker: SmallWorker, encoder: SlowEncoder
+) -> None:
+    body = {"token_ids": [VIDEO], "multi_modal_data": {"video_url": [{"Url": CLIP}]}}
+    found = await handle(worker, body)
+    (item,) = found["items"]
+    assert (item["modality"], item["seconds_per_grid"]) == ("video", 0.5)
+    assert len(item["mm_hash"]) == 64
+    assert encoder.images == [b"\0\0\0"], "this encoder decodes the file itself"
+    assert await handle(worker, body) == found
+    assert encoder.batches == [1]
+    other = {**body, "multi_modal_data": {"video_url": [{"Url": CLIP[:-1] + "B"}]}}
+    assert (await handle(worker, other))["items"][0]["mm_hash"] != item["mm_hash"]
+    refused = {**body, "media_io_kwargs": {"video": {"num_frames": 3}}}
+    with pytest.raises(exceptions.InvalidArgument, match="media_io_kwargs"):
+        await handle(worker, refused)
+
+
+async def test_images_and_videos_go_together(worker: SmallWorker) -> None:
+    media = {"video_url": [{"Url": CLIP}], "image_url": [{"Url": URI}]}
+    body = request(URI, token_ids=[1, VIDEO, 2, IMAGE], multi_modal_data=media)
+    found = await handle(worker, body)
+    assert [item["modality"] for item in found["items"]] == ["image", "video"]
+    read = wire.parse({**body, "encoder_result": found}, max_item_bytes=1 << 20)
+    assert read.transfer is not None
+    assert read.transfer.expanded_token_ids == [1, *[VIDEO] * 4, 2, *[IMAGE] * 4]
+    assert [one.placeholder.offset for one in read.transfer.items] == [6, 1]
+    assert [one.embeddings.seconds_per_grid for one in read.transfer.items if one.embeddings] == [
+        None,
+        0.5,
+    ]
+
+
+async def test_what_no_transport_can_say_is_passed_on(
+    encoder: SlowEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the arena's metadata tells kinds apart."""
+    monkeypatch.setattr(wire, "NAMES_ITEMS", frozenset())
+    worker = SmallWorker(config_of(), encoder, "vllm")
+    await worker.start(0)
+    media = {"video_url": [{"Url": CLIP}], "image_url": [{"Url": URI}]}
+    found = await handle(worker, request(URI, multi_modal_data=media))
+    assert found["items"] == []
+    assert not encoder.batches
+    await worker.cleanup()
 
 
 def pixels(value: int = 0) -> KwargsItem:
@@ -343,9 +400,9 @@ async def test_an_image_that_is_refused_fails_alone(encoder: SlowEncoder) -> Non
     batcher = Batcher(encoder, Metrics())
     encoder.go.clear()
     images = [picture(2, 32), picture(3, 33), picture(4, 32)]
-    waiting = [asyncio.create_task(batcher.encode(picture(1, 32), None))]
+    waiting = [asyncio.create_task(batcher.encode("image", picture(1, 32), None))]
     await asyncio.sleep(0)
-    waiting += [asyncio.create_task(batcher.encode(image, None)) for image in images]
+    waiting += [asyncio.create_task(batcher.encode("image", image, None)) for image in images]
     await asyncio.sleep(0.01)
     encoder.go.set()
     found = await asyncio.gather(*waiting, return_exceptions=True)
@@ -353,18 +410,20 @@ async def test_an_image_that_is_refused_fails_alone(encoder: SlowEncoder) -> Non
     assert encoder.batches == [1, 3, 1, 1, 1]
 
 
-async def test_options_of_the_processor_are_not_mixed_in_a_batch(encoder: SlowEncoder) -> None:
+async def test_a_batch_is_of_one_kind_and_one_set_of_options(encoder: SlowEncoder) -> None:
     batcher = Batcher(encoder, Metrics())
     image = picture(1, 32)
     options: list[Any] = [None, None, {"a": 1}, {"a": 1}, None]
-    await asyncio.gather(*(batcher.encode(image, one) for one in options))
-    assert encoder.batches == [2, 2, 1]
+    videos = [batcher.encode("video", b"a video") for _ in range(2)]
+    found = await asyncio.gather(*(batcher.encode("image", image, one) for one in options), *videos)
+    assert [one.modality for one in found] == ["image"] * 5 + ["video"] * 2
+    assert encoder.batches == [2, 2, 1, 2]
 
 
 async def test_closing_a_batcher_ends_what_waits(encoder: SlowEncoder) -> None:
     batcher = Batcher(encoder, Metrics())
     encoder.go.clear()
-    waiting = [asyncio.create_task(batcher.encode(picture(1, 32), None)) for _ in range(2)]
+    waiting = [asyncio.create_task(batcher.encode("image", picture(1, 32), None)) for _ in range(2)]
     await asyncio.sleep(0.01)
     await batcher.close()
     await batcher.close()

@@ -188,6 +188,10 @@ def test_what_is_no_handle(handle: object) -> None:
         ("grid", [1, 4], "invalid_type"),
         ("grid", [1, 3, 5], "invalid_type"),
         ("grid", [0, 4, 4], "invalid_type"),
+        ("seconds_per_grid", 0, "invalid_type"),
+        ("seconds_per_grid", -0.5, "invalid_type"),
+        ("seconds_per_grid", float("nan"), "invalid_type"),
+        ("seconds_per_grid", "1", "invalid_type"),
     ],
 )
 def test_a_malformed_item(name: str, value: object, expected: str) -> None:
@@ -200,6 +204,14 @@ def test_items_and_places_in_the_prompt_differ() -> None:
     assert reason(handle_of(item(HASH_A))) == "invalid_count"
     assert reason(handle_of(item(HASH_A), item(HASH_B), item(HASH_B))) == "invalid_count"
     assert reason(handle_of(item(HASH_A), item(HASH_B)), token_ids=[1, 2]) == "invalid_count"
+
+
+def test_two_kinds_that_want_the_same_tokens() -> None:
+    items = item(HASH_A, target=(IMAGE, 2)), item(HASH_B, target=(2, IMAGE))
+    handle = handle_of(*items)
+    handle["items"][1]["modality"] = "video"
+    handle["mm_kwargs_arena"]["mm_hashes"] = {"image": [HASH_A], "video": [HASH_B]}
+    assert reason(handle) == "invalid_tokens"
 
 
 def test_a_handle_of_another_request_is_refused() -> None:
