@@ -18,6 +18,9 @@ from dynamo_worker_ext.wire import Modality
 #: Characters of a URI that its entry is found by.
 _SAMPLED: Final = 1024
 
+#: What Dynamo's loader of pictures (1.6.1) gives an http server.
+_FETCH_S: Final = 30.0
+
 #: URIs that are remembered as seen once.
 _SEEN: Final = 4096
 
@@ -99,6 +102,7 @@ class MediaLoader:
     """
 
     def __init__(self, *, frontend_decoding: bool, cache_mb: int) -> None:
+        from dynamo.common.http.url_validator import UrlValidationPolicy
         from dynamo.common.multimodal.audio_loader import AudioLoader
         from dynamo.common.multimodal.image_loader import ImageLoader
         from dynamo.common.multimodal.video_loader import VideoLoader
@@ -107,6 +111,7 @@ class MediaLoader:
         self._images = ImageLoader(enable_frontend_decoding=frontend_decoding)
         self._videos = VideoLoader(enable_frontend_decoding=frontend_decoding)
         self._audios = AudioLoader(enable_frontend_decoding=frontend_decoding)
+        self._policy = UrlValidationPolicy.from_env()
 
     async def load(
         self,
@@ -144,6 +149,34 @@ class MediaLoader:
             raise
         except Exception as error:
             raise _as_media_error(modality, error) from error
+
+    async def fetch(self, url: str, max_bytes: int) -> bytes:
+        """A file that a client sends in place of an image, as it is.
+
+        Args:
+            url: a base64 data URI or an http(s) URL; held to the policy and limits of pictures.
+            max_bytes: of the file, where that is less.
+
+        Raises:
+            MediaLoadError: as `load` raises it.
+        """
+        from dynamo.common.http import HttpError, HttpTimeoutError, fetch_bytes
+        from dynamo.common.http.media_reference import max_media_bytes
+        from dynamo.common.http.url_validator import validate_url
+        from dynamo.common.multimodal.media_source import decode_data_uri
+
+        _check_data_uri_size("image", {"Url": url})
+        limit = min(max_bytes, max_media_bytes())
+        try:
+            await validate_url(url, self._policy)
+            if url.startswith("data:"):
+                return await asyncio.to_thread(decode_data_uri, url, limit)
+            content: bytes = await fetch_bytes(url, _FETCH_S, policy=self._policy, max_bytes=limit)
+        except HttpTimeoutError as error:
+            raise MediaLoadError(f"image could not be loaded: {error}", status=408) from error
+        except (HttpError, ValueError) as error:
+            raise _as_media_error("image", error) from error
+        return content
 
     async def _load_images(
         self, items: Sequence[Mapping[str, Any]], cache_scope: str | None

@@ -42,6 +42,11 @@ def part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def embeddings_uri(data: bytes) -> str:
+    """A file of embeddings as a client sends it."""
+    return "data:application/safetensors;base64," + base64.b64encode(data).decode()
+
+
 def video(frames: int = 4, size: int = 112) -> bytes:
     """An MP4 of pictures, two a second; another one each time."""
     import cv2
@@ -103,8 +108,12 @@ class PictureServer:
 
     def url(self, image: Image.Image) -> str:
         """A new URL of `image`."""
-        path = f"/{next(_numbers)}.png"
-        self._files[path] = png(image)
+        return self.file(png(image), ".png")
+
+    def file(self, data: bytes, suffix: str) -> str:
+        """A new URL of a file."""
+        path = f"/{next(_numbers)}{suffix}"
+        self._files[path] = data
         return f"http://127.0.0.1:{self._server.server_port}{path}"
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:

@@ -165,7 +165,10 @@ def learn_references(
     result: dict[Modality, ItemReference] = {}
     for modality in modalities:
         try:
-            small, large = (_example(processor, modality, scale) for scale in (1, 2))
+            small, large = (
+                process_example(processor, modality, scale)[1]["mm_kwargs"][modality][0]
+                for scale in (1, 2)
+            )
         except Exception as error:  # whatever a model's processor may raise
             log.warning(
                 "this model's processor made no example %s (%s: %s); pre-processed %ss are not "
@@ -183,8 +186,9 @@ def learn_references(
     return result
 
 
-def _example(processor: Any, modality: Modality, scale: int) -> Any:
-    """One processed item; images are of 112 x 56 pixels times `scale`."""
+def process_example(processor: Any, modality: Modality, scale: int) -> tuple[list[int], Any]:
+    """A prompt of one item, and what the processor makes of it; images are of 112 x 56 pixels times
+    `scale`."""
     counts = {modality: 1}
     if modality == "image":
         size = (112 * scale, 56 * scale)
@@ -206,7 +210,7 @@ def _example(processor: Any, modality: Modality, scale: int) -> Any:
         ),
         TimingContext(enabled=False),
     )
-    return output["mm_kwargs"][modality][0]
+    return list(tokens), output
 
 
 def _compare(small: Any, large: Any) -> dict[str, FieldReference]:

@@ -39,6 +39,7 @@ from dynamo_worker_ext.transfer import MmKwargsReceiver, MmKwargsSender, codec
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.worker.base import Worker
 from dynamo_worker_ext.worker.batch import Batcher
+from dynamo_worker_ext.worker.client_embeddings import are_in
 from dynamo_worker_ext.worker.embeddings import Embedding, EmbeddingStore, Key
 from dynamo_worker_ext.worker.encoder import Encoder, ProcessedImage
 from dynamo_worker_ext.worker.images import (
@@ -268,8 +269,8 @@ class EncodeWorker(Worker):
         try:
             found = await self._processed(request, media)
             if found is None:
-                # Other media than images is not encoded.
-                if list(media.raw) != ["image"] or media.transfer is not None:
+                # Other media than images is not encoded, nor what a client has encoded.
+                if list(media.raw) != ["image"] or media.transfer is not None or are_in(media):
                     return self._pass_on()
                 images = images_of(request, media)
                 if is_probe(request):
