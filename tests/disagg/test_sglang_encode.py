@@ -13,7 +13,11 @@ pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
 from tests.direct import Segments
-from tests.disagg.deployment import RUST, check_processed_image_is_encoded
+from tests.disagg.deployment import (
+    RUST,
+    check_embeddings_of_a_client,
+    check_processed_image_is_encoded,
+)
 from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import SGLANG
 from tests.stack import Stack
@@ -75,3 +79,7 @@ def test_an_image_that_was_processed_is_encoded_from_what_was_sent(
     if len(stack.worker) == 2:
         with Segments() as segments:
             check_processed_image_is_encoded(stack, model, segments)
+
+
+def test_embeddings_that_a_client_sends_are_those_of_the_picture(stack: Stack) -> None:
+    check_embeddings_of_a_client(stack)
