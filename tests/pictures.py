@@ -42,11 +42,6 @@ def part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def embeddings_uri(data: bytes) -> str:
-    """A file of embeddings as a client sends it."""
-    return "data:application/safetensors;base64," + base64.b64encode(data).decode()
-
-
 def video(frames: int = 4, size: int = 112) -> bytes:
     """An MP4 of pictures, two a second; another one each time."""
     import cv2

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def learn_form(processor: Any, reference: EmbeddingReference) -> EmbeddingsForm | None:
-    """Process two small pictures and look at what becomes of the prompt. Blocks.
+    """Process two pictures of different shape and look at what becomes of the prompt. Blocks.
 
     Args:
         processor: the engine's own multimodal processor.
@@ -26,7 +26,9 @@ def learn_form(processor: Any, reference: EmbeddingReference) -> EmbeddingsForm 
         could only be guessed. Without a grid they are also to be as many for every image: vLLM
         (0.31.0) makes one tensor of a batch.
     """
-    found = [_repeated(*process_example(processor, "image", scale)) for scale in (1, 2)]
+    found = [
+        _repeated(*process_example(processor, "image", scale, tall=scale > 1)) for scale in (1, 2)
+    ]
     tokens, counts = {token for token, _ in found}, {count for _, count in found}
     if None in tokens or len(tokens) > 1 or (reference.merge is None and len(counts) > 1):
         log.info("embeddings of images are not taken from clients: %s", found)

@@ -186,12 +186,14 @@ def learn_references(
     return result
 
 
-def process_example(processor: Any, modality: Modality, scale: int) -> tuple[list[int], Any]:
+def process_example(
+    processor: Any, modality: Modality, scale: int, *, tall: bool = False
+) -> tuple[list[int], Any]:
     """A prompt of one item, and what the processor makes of it; images are of 112 x 56 pixels times
-    `scale`."""
+    `scale`, or tall ones of 56 x 112."""
     counts = {modality: 1}
     if modality == "image":
-        size = (112 * scale, 56 * scale)
+        size = (56 * scale, 112 * scale) if tall else (112 * scale, 56 * scale)
         data: Any = {"image": [Image.new("RGB", size, (90, 120, 60 * scale))]}
     else:
         # What makes a valid video or audio is the model's affair; its own builder knows.

@@ -17,6 +17,7 @@ from tests.disagg.deployment import (
     RUST,
     check_embeddings_of_a_client,
     check_processed_image_is_encoded,
+    check_wrong_embeddings_are_refused,
 )
 from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import SGLANG
@@ -83,3 +84,8 @@ def test_an_image_that_was_processed_is_encoded_from_what_was_sent(
 
 def test_embeddings_that_a_client_sends_are_those_of_the_picture(stack: Stack) -> None:
     check_embeddings_of_a_client(stack)
+
+
+def test_wrong_embeddings_are_refused_and_harm_nobody(stack: Stack) -> None:
+    if len(stack.worker) == 2:
+        check_wrong_embeddings_are_refused(stack)

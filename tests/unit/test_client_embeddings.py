@@ -28,7 +28,8 @@ from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.worker.client_embeddings import ClientEmbeddings, are_in
 from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm, read_embeddings
-from tests.pictures import PictureServer, data_uri, embeddings_uri, picture
+from tests.embeddings import data_uri_of_file
+from tests.pictures import PictureServer, data_uri, picture
 
 PAD, WIDTH = 90, 8
 FORM = EmbeddingsForm(PAD, WIDTH, "bfloat16", 2)
@@ -207,7 +208,7 @@ def request(*urls: str, tokens: list[int] | None = None, **more: Any) -> wire.Me
 
 
 def in_uri(tokens: int = 4, **more: Any) -> str:
-    return embeddings_uri(file(tokens, **more))
+    return data_uri_of_file(file(tokens, **more))
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ async def test_an_image_becomes_a_small_handle(worker: SmallWorker) -> None:
         None,
         {"video_url": [{"Url": "data:video/mp4;base64,AAAA"}]},
         {"image_url": [{"Url": URI}], "video_url": [{"Url": "data:video/mp4;base64,AAAA"}]},
+        {"image_url": [{"Url": "data:application/safetensors;base64,AAAA"}]},
     ],
 )
 async def test_what_is_not_encoded_is_passed_on(
