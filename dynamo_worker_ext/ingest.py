@@ -12,6 +12,9 @@ This is the table of the design, in one place for every engine:
 | no                | otherwise        | -      | yes       | `RAW`         |
 | no                | -                | -      | no        | `TEXT`        |
 
+Embeddings that a client sends in place of an image make `HIT` or `RECEIVED` too, or are refused
+(`dynamo_worker_ext.worker.client_embeddings`).
+
 A decode worker looks at none of it: prefill has seen to the media, which makes `CONTINUED`, or
 `LOST` where what it left cannot be had.
 
@@ -70,6 +73,8 @@ class Resolution:
         raw: for the other outcomes with media, the decoded media by modality in prompt order,
             None where the engine holds the item.
         reason: why a transfer failed, where it did.
+        transfer: for embeddings that the client sent itself, what `payloads` are aligned with in
+            place of the request's own transfer metadata.
     """
 
     outcome: Outcome
@@ -77,6 +82,7 @@ class Resolution:
     payloads: tuple[Any, ...] | None = None
     raw: Mapping[Modality, Sequence[Any]] | None = None
     reason: str | None = None
+    transfer: Transfer | None = None
 
 
 class EngineMedia(Protocol):
@@ -172,7 +178,7 @@ class Ingest:
             MediaLostError: the row `LOST`.
             MediaLoadError: raw media cannot be loaded.
         """
-        self._check_limits(request)
+        self.check_limits(request)
         failure: TransferError | None = request.transfer_error
         if failure is not None:
             self._metrics.failures.labels(_NO_TRANSPORT, failure.reason).inc()
@@ -202,7 +208,12 @@ class Ingest:
         raw, held_all = await self._load(request, cache_scope, engine_scope, reuse=not fresh)
         return Resolution(Outcome.HIT if held_all else Outcome.RAW, raw=raw)
 
-    def _check_limits(self, request: MediaRequest) -> None:
+    def check_limits(self, request: MediaRequest) -> None:
+        """Refuse more items than the engine takes.
+
+        Raises:
+            LimitExceededError: too many items.
+        """
         for modality in MODALITIES:
             count, limit = request.count(modality), self._engine.limits.get(modality, 0)
             if count > limit:

@@ -18,8 +18,8 @@ from dynamo_worker_ext.wire import Modality
 #: Characters of a URI that its entry is found by.
 _SAMPLED: Final = 1024
 
-#: Seconds for a download, as Dynamo's video loader (1.6.1) has it.
-_HTTP_TIMEOUT_S: Final = 60.0
+#: Seconds for a download, as Dynamo's own loaders (1.6.1) have it.
+_FETCH_S: Final[Mapping[Modality, float]] = {"image": 30.0, "video": 60.0}
 
 #: URIs that are remembered as seen once.
 _SEEN: Final = 4096
@@ -105,6 +105,7 @@ class MediaLoader:
     def __init__(
         self, *, frontend_decoding: bool, cache_mb: int, decode_videos: bool = True
     ) -> None:
+        from dynamo.common.http.url_validator import UrlValidationPolicy
         from dynamo.common.multimodal.audio_loader import AudioLoader
         from dynamo.common.multimodal.image_loader import ImageLoader
         from dynamo.common.multimodal.video_loader import VideoLoader
@@ -114,6 +115,7 @@ class MediaLoader:
         self._images = ImageLoader(enable_frontend_decoding=frontend_decoding)
         self._videos = VideoLoader(enable_frontend_decoding=frontend_decoding)
         self._audios = AudioLoader(enable_frontend_decoding=frontend_decoding)
+        self._policy = UrlValidationPolicy.from_env()
 
     async def load(
         self,
@@ -168,9 +170,52 @@ class MediaLoader:
 
     async def _load_file(self, item: Mapping[str, Any]) -> Any:
         if isinstance(url := item.get("Url"), str):
-            return await fetch(url)
+            return await self.fetch(url, modality="video")
         (decoded,) = await self._videos.load_video_batch([dict(item)])
         return decoded
+
+    async def fetch(
+        self, url: str, max_bytes: int | None = None, *, modality: Modality = "image"
+    ) -> bytes:
+        """What lies behind a URL, as it is.
+
+        Args:
+            url: a base64 data URI or an http(s) URL, or of a video that of a local file; held to
+                the policy and limits of Dynamo's own loader of that modality.
+            max_bytes: of the file, where that is less.
+            modality: in place of what, or of what, it is.
+
+        Raises:
+            MediaLoadError: as `load` raises it.
+        """
+        from dynamo.common.http import HttpError, HttpTimeoutError, fetch_bytes
+        from dynamo.common.http.media_reference import max_media_bytes
+        from dynamo.common.http.url_validator import validate_media_url, validate_url
+        from dynamo.common.multimodal.media_source import (
+            decode_data_uri,
+            is_local_media_url,
+            read_local_media_bytes,
+        )
+
+        _check_data_uri_size(modality, {"Url": url})
+        limit = max_media_bytes() if max_bytes is None else min(max_bytes, max_media_bytes())
+        validate = validate_media_url if modality == "video" else validate_url
+        content: bytes
+        try:
+            url = await validate(url, self._policy)
+            if url.startswith("data:"):
+                content = await asyncio.to_thread(decode_data_uri, url, limit)
+            elif is_local_media_url(url):
+                content = await read_local_media_bytes(url, self._policy)
+            else:
+                content = await fetch_bytes(
+                    url, _FETCH_S[modality], policy=self._policy, max_bytes=limit
+                )
+        except HttpTimeoutError as error:
+            raise MediaLoadError(f"{modality} could not be loaded: {error}", status=408) from error
+        except (HttpError, ValueError) as error:
+            raise _as_media_error(modality, error) from error
+        return content
 
     async def _load_images(
         self, items: Sequence[Mapping[str, Any]], cache_scope: str | None
@@ -187,29 +232,6 @@ class MediaLoader:
         if uri is not None:
             self.cache.put(uri, image)
         return image
-
-
-async def fetch(url: str) -> bytes:
-    """What lies behind a URL, under the policy and the limits of Dynamo's own loaders.
-
-    Raises:
-        ValueError: the policy refuses it, it is malformed or too large.
-        HttpError: it cannot be had.
-    """
-    from dynamo.common.http import fetch_bytes
-    from dynamo.common.http.media_reference import max_media_bytes
-    from dynamo.common.http.url_validator import UrlValidationPolicy, validate_media_url
-    from dynamo.common.multimodal.media_source import is_local_media_url, read_local_media_bytes
-
-    policy = UrlValidationPolicy.from_env()
-    url = await validate_media_url(url, policy)
-    data: bytes
-    if is_local_media_url(url):
-        data = await read_local_media_bytes(url, policy)
-    else:
-        limit = max_media_bytes()
-        data = await fetch_bytes(url, _HTTP_TIMEOUT_S, policy=policy, max_bytes=limit)
-    return data
 
 
 def _check_data_uri_size(modality: Modality, item: Mapping[str, Any]) -> None:

@@ -103,8 +103,12 @@ class PictureServer:
 
     def url(self, image: Image.Image) -> str:
         """A new URL of `image`."""
-        path = f"/{next(_numbers)}.png"
-        self._files[path] = png(image)
+        return self.file(png(image), ".png")
+
+    def file(self, data: bytes, suffix: str) -> str:
+        """A new URL of a file."""
+        path = f"/{next(_numbers)}{suffix}"
+        self._files[path] = data
         return f"http://127.0.0.1:{self._server.server_port}{path}"
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:

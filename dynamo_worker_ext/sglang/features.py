@@ -19,6 +19,7 @@ import torch
 from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.wire import MODALITIES, Embeddings, MediaItem, Modality, Placeholder
+from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm
 
 #: More than any item has; keeps a product of numbers from the wire small.
 _MAX_GRID: Final = 2**24
@@ -136,6 +137,11 @@ class FeatureReader:
             mean=mean,
             std=image_processor.image_std,
         )
+
+    def embeddings_form(self, token: int) -> EmbeddingsForm:
+        """What embeddings the model takes of an image that `token` stands for."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return EmbeddingsForm(token, self._width, dtype, self._merge)
 
     def read(self, item: MediaItem, payload: KwargsItem) -> Features:
         """Check one received item.

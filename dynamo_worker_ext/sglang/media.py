@@ -23,6 +23,7 @@ from dynamo_worker_ext.sglang.videos import as_video
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.wire import MODALITIES, MediaItem, MediaRequest, Modality, Transfer
 from dynamo_worker_ext.wire.types import MAX_ITEMS
+from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm
 from dynamo_worker_ext.worker.prompts import check_stray, media_token_ids
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,13 @@ class SglangMedia:
     def takes_embeddings(self) -> bool:
         """Whether encode workers can encode this model's images."""
         return self._reader is not None and "image" in self.limits
+
+    @property
+    def embeddings_form(self) -> EmbeddingsForm | None:
+        """What embeddings of images clients may send."""
+        if self._reader is None or "image" not in self.limits:
+            return None
+        return self._reader.embeddings_form(self.tokens["image"])
 
     # Engine inputs.
 

@@ -25,6 +25,7 @@ from dynamo_worker_ext.errors import CacheMissError, InvalidTransferError
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.vllm.embeds import EmbeddingReference
+from dynamo_worker_ext.vllm.form import learn_form
 from dynamo_worker_ext.vllm.items import kwargs_item
 from dynamo_worker_ext.vllm.prompts import placeholder_range, prompt_updates
 from dynamo_worker_ext.vllm.reference import ItemReference, learn_references
@@ -36,6 +37,7 @@ from dynamo_worker_ext.wire import (
     Placeholder,
     Transfer,
 )
+from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm
 from dynamo_worker_ext.worker.prompts import check_stray, media_token_ids
 
 _T = TypeVar("_T")
@@ -59,6 +61,7 @@ class VllmMedia:
         self.limits: Mapping[Modality, int] = {}
         self._references: dict[Modality, ItemReference] = {}
         self._embeddings: dict[Modality, EmbeddingReference] = {}
+        self.embeddings_form: EmbeddingsForm | None = None
         self._thread = _SingleThread(self._renderer._mm_executor)
         # Whether the model's processor takes vLLM's own steps, so that one can be left out.
         self._plain = False
@@ -83,6 +86,8 @@ class VllmMedia:
                 known = EmbeddingReference.learn(processor, modality, reference)
                 if known is not None:
                     self._embeddings[modality] = known
+            if (image := self._embeddings.get("image")) is not None:
+                self.embeddings_form = await self._on_renderer(lambda: learn_form(processor, image))
 
     @property
     def takes_embeddings(self) -> bool:

@@ -165,7 +165,10 @@ def learn_references(
     result: dict[Modality, ItemReference] = {}
     for modality in modalities:
         try:
-            small, large = (_example(processor, modality, scale) for scale in (1, 2))
+            small, large = (
+                process_example(processor, modality, scale)[1]["mm_kwargs"][modality][0]
+                for scale in (1, 2)
+            )
         except Exception as error:  # whatever a model's processor may raise
             log.warning(
                 "this model's processor made no example %s (%s: %s); pre-processed %ss are not "
@@ -183,10 +186,12 @@ def learn_references(
     return result
 
 
-def example_media(processor: Any, modality: Modality, scale: int = 1) -> Any:
-    """A small item as a model's processor takes it; images are of 112 x 56 pixels times `scale`."""
+def example_media(processor: Any, modality: Modality, scale: int = 1, *, tall: bool = False) -> Any:
+    """A small item as a model's processor takes it; images are of 112 x 56 pixels times `scale`, or
+    tall ones of 56 x 112."""
     if modality == "image":
-        return Image.new("RGB", (112 * scale, 56 * scale), (90, 120, 60 * scale))
+        size = (56 * scale, 112 * scale) if tall else (112 * scale, 56 * scale)
+        return Image.new("RGB", size, (90, 120, 60 * scale))
     # What makes a valid video or audio is the model's affair; its own builder knows.
     options = MultiModalDummyOptions(
         video=VideoDummyOptions(count=1, num_frames=2 * scale, width=112, height=112),
@@ -197,8 +202,10 @@ def example_media(processor: Any, modality: Modality, scale: int = 1) -> Any:
     return item
 
 
-def _example(processor: Any, modality: Modality, scale: int) -> Any:
-    """One processed item."""
+def process_example(
+    processor: Any, modality: Modality, scale: int, *, tall: bool = False
+) -> tuple[list[int], Any]:
+    """A prompt of one `example_media`, and what the processor makes of it."""
     text = processor.dummy_inputs.get_dummy_text({modality: 1})
     tokens = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
     data = {modality: [example_media(processor, modality, scale)]}
@@ -209,7 +216,7 @@ def _example(processor: Any, modality: Modality, scale: int) -> Any:
         ),
         TimingContext(enabled=False),
     )
-    return output["mm_kwargs"][modality][0]
+    return list(tokens), output
 
 
 def _compare(small: Any, large: Any) -> dict[str, FieldReference]:

@@ -46,6 +46,7 @@ from dynamo_worker_ext.media import MediaLoader
 from dynamo_worker_ext.transfer import MmKwargsReceiver, MmKwargsSender, codec
 from dynamo_worker_ext.worker.base import Worker
 from dynamo_worker_ext.worker.batch import Batcher
+from dynamo_worker_ext.worker.client_embeddings import are_in
 from dynamo_worker_ext.worker.embeddings import Embedding, EmbeddingStore, Key, open_senders
 from dynamo_worker_ext.worker.encoder import Encoder, ProcessedMedia, Video
 from dynamo_worker_ext.worker.options import WorkerOptions
@@ -227,7 +228,8 @@ class EncodeWorker(Worker):
         try:
             found = await self._processed(request, media)
             if found is None:
-                if media.transfer is not None or not self._can_encode(media.raw):
+                taken = self._can_encode(media.raw) and not are_in(media)
+                if media.transfer is not None or not taken:
                     return self._pass_on()
                 items = media_of(request, media)
                 if is_probe(request):

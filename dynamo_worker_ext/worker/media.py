@@ -26,6 +26,7 @@ from dynamo_worker_ext.media import MediaLoader
 from dynamo_worker_ext.patching import report as patching
 from dynamo_worker_ext.transfer import MmKwargsReceiver
 from dynamo_worker_ext.worker.base import Worker
+from dynamo_worker_ext.worker.client_embeddings import ClientEmbeddings, TakesEmbeddings, are_in
 from dynamo_worker_ext.worker.options import WorkerOptions
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class MediaWorker(Worker):
         if self.options.require_patches and not report.is_complete:
             raise StartupError(f"--require-patches: {report.describe()[-1]}")
 
-    def take_media(self, engine: EngineMedia) -> None:
+    def take_media(self, engine: TakesEmbeddings) -> None:
         """From now on resolve media for `engine`."""
         if engine.limits:
             self._receivers = self.open_receivers()
@@ -134,6 +135,9 @@ class MediaWorker(Worker):
             decode_videos=not self.decodes_videos,
         )
         self._ingest = Ingest(engine, self._receivers, loader, self.metrics)
+        self._client_embeddings = ClientEmbeddings(
+            engine, loader, self.options.max_item_bytes, self.metrics
+        )
 
     def make_card(self, engine: EngineMedia, engine_version: str, **more: Any) -> WorkerCard:
         """The card; also shown in ``/metrics``."""
@@ -240,12 +244,19 @@ class MediaWorker(Worker):
         """From the request's media to an engine input, and what became of the media."""
         with self.metrics.stage("prepare"):
             try:
-                resolution = await self._ingest.resolve(
-                    media,
-                    cache_scope=request.get("image_cache_scope"),
-                    engine_scope=self.cache_scope(call),
-                    fresh=resend,
-                )
+                scope = self.cache_scope(call)
+                if are_in(media):
+                    self._ingest.check_limits(media)
+                    media, resolution = await self._client_embeddings.resolve(
+                        media, scope=scope, fresh=resend
+                    )
+                else:
+                    resolution = await self._ingest.resolve(
+                        media,
+                        cache_scope=request.get("image_cache_scope"),
+                        engine_scope=scope,
+                        fresh=resend,
+                    )
                 return await self.engine_input(media, resolution, call, resend=resend), resolution
             except MediaLostError:
                 self.metrics.requests.labels(Outcome.LOST, "none").inc()
@@ -256,8 +267,9 @@ class MediaWorker(Worker):
     def _count(self, media: wire.MediaRequest, resolution: Resolution) -> None:
         outcome = resolution.outcome
         self.metrics.requests.labels(outcome, resolution.transport).inc()
-        if resolution.payloads is not None and media.transfer is not None:
-            for item, payload in zip(media.transfer.items, resolution.payloads, strict=True):
+        transfer = resolution.transfer or media.transfer
+        if resolution.payloads is not None and transfer is not None:
+            for item, payload in zip(transfer.items, resolution.payloads, strict=True):
                 source = Outcome.HIT if payload is None else outcome
                 self.metrics.items.labels(item.modality, source).inc()
         for modality, items in (resolution.raw or {}).items():

@@ -22,7 +22,9 @@ from tests.disagg.deployment import (
     RUST,
     Deployment,
     ask,
+    check_embeddings_of_a_client,
     check_processed_image_is_encoded,
+    check_wrong_embeddings_are_refused,
     the,
 )
 from tests.pictures import data_uri, part, picture, video, video_part
@@ -145,6 +147,14 @@ def test_an_image_that_was_processed_is_encoded_from_what_was_sent(
 ) -> None:
     with Segments() as segments:
         check_processed_image_is_encoded(stack, model, segments)
+
+
+def test_embeddings_that_a_client_sends_are_those_of_the_picture(stack: Stack) -> None:
+    check_embeddings_of_a_client(stack)
+
+
+def test_wrong_embeddings_are_refused_and_harm_nobody(stack: Stack) -> None:
+    check_wrong_embeddings_are_refused(stack)
 
 
 def test_only_the_new_one_of_two_images_is_encoded_and_read(stack: Stack) -> None:

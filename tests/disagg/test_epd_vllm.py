@@ -14,7 +14,14 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.disagg.deployment import PROMPTS, ROLE, RUST, Deployment, ask
+from tests.disagg.deployment import (
+    PROMPTS,
+    ROLE,
+    RUST,
+    Deployment,
+    ask,
+    check_embeddings_of_a_client,
+)
 from tests.pictures import data_uri, part, picture
 from tests.stack import Stack
 
@@ -59,6 +66,10 @@ def test_an_image_is_processed_once_and_by_the_encode_worker(stack: Stack) -> No
     assert again.of("prefill").items == {"hit": 1}
     assert again.of("decode").outcome == "continued"
     assert again.predicted_tokens == again.answer.reusable_tokens > 0
+
+
+def test_embeddings_that_a_client_sends_are_those_of_the_picture(stack: Stack) -> None:
+    check_embeddings_of_a_client(stack)
 
 
 def test_text_skips_the_encode_worker(stack: Stack) -> None:

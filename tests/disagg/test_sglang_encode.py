@@ -13,7 +13,12 @@ pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
 from tests.direct import Segments
-from tests.disagg.deployment import RUST, check_processed_image_is_encoded
+from tests.disagg.deployment import (
+    RUST,
+    check_embeddings_of_a_client,
+    check_processed_image_is_encoded,
+    check_wrong_embeddings_are_refused,
+)
 from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import SGLANG
 from tests.stack import Stack
@@ -75,3 +80,12 @@ def test_an_image_that_was_processed_is_encoded_from_what_was_sent(
     if len(stack.worker) == 2:
         with Segments() as segments:
             check_processed_image_is_encoded(stack, model, segments)
+
+
+def test_embeddings_that_a_client_sends_are_those_of_the_picture(stack: Stack) -> None:
+    check_embeddings_of_a_client(stack)
+
+
+def test_wrong_embeddings_are_refused_and_harm_nobody(stack: Stack) -> None:
+    if len(stack.worker) == 2:
+        check_wrong_embeddings_are_refused(stack)

@@ -210,6 +210,7 @@ async def test_an_image_becomes_a_small_handle(worker: SmallWorker) -> None:
         None,
         {"audio_url": [{"Url": "data:audio/wav;base64,AAAA"}]},
         {"image_url": [{"Url": URI}], "audio_url": [{"Url": "data:audio/wav;base64,AAAA"}]},
+        {"image_url": [{"Url": "data:application/safetensors;base64,AAAA"}]},
     ],
 )
 async def test_what_is_not_encoded_is_passed_on(

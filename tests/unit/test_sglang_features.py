@@ -14,6 +14,7 @@ from dynamo_worker_ext.sglang.cache import FeatureCache
 from dynamo_worker_ext.sglang.features import FeatureReader, Features, bundle
 from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 from dynamo_worker_ext.wire import Embeddings, MediaItem, Placeholder
+from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm
 
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 VALUES = 3 * 2 * 14 * 14
@@ -85,6 +86,11 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], says: str) -> None
     with pytest.raises(InvalidTransferError, match=says) as caught:
         reader().read(item(), payload(**fields))
     assert caught.value.reason == "invalid_type"
+
+
+def test_what_clients_may_send_is_of_the_models_own_width_and_dtype() -> None:
+    form = reader(dtype=torch.bfloat16).embeddings_form(9)
+    assert form == EmbeddingsForm(token=9, width=WIDTH, dtype="bfloat16", merge=2)
 
 
 def test_the_placeholder_has_room_for_exactly_what_the_grid_makes() -> None:

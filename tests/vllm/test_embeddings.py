@@ -23,6 +23,7 @@ pytest.importorskip("dynamo.llm")
 from tests.context import Context
 from tests.counted_worker import Count
 from tests.direct import FrontendDouble, Rendered, Reply, reply_of, request
+from tests.embeddings import data_uri_of, tensors_of
 from tests.pictures import picture
 from tests.snapshot import Snapshot
 from tests.stack import WORKER_ARGS
@@ -293,6 +294,29 @@ async def test_too_many_images_and_broken_ones_are_refused(bench: Bench) -> None
 async def test_text_is_passed_on(bench: Bench) -> None:
     body = request(bench.render(), raw=False)
     assert (await bench.encode(body))["items"] == []
+
+
+async def test_embeddings_that_a_client_sends(bench: Bench) -> None:
+    """By safetensors in place of an image, to an encode worker that passes them on."""
+    from dynamo.llm import exceptions
+
+    rendered = bench.render()
+    body = request(rendered, raw=True)
+    expected = await bench.answer(body)
+    tensors = await tensors_of(await bench.encode(body))
+    sent = {**body, "multi_modal_data": {"image_url": [{"Url": data_uri_of(tensors)}]}}
+    handle = await bench.encode(sent)
+    assert handle["items"] == []
+    for outcome in ("received", "hit" if bench.keeps else "received"):
+        reply = await bench.answer(sent, handle)
+        assert reply.tokens == expected.tokens
+        assert bench.outcome == outcome
+        assert bench.processed_images == 0
+    narrow = {**tensors, "image_embeds": tensors["image_embeds"][:, :-1].contiguous()}
+    sent["multi_modal_data"] = {"image_url": [{"Url": data_uri_of(narrow)}]}
+    with pytest.raises(exceptions.InvalidArgument, match="for this model, got"):
+        await bench.answer(sent)
+    assert (await bench.answer(body)).tokens == expected.tokens
 
 
 async def expect_reprocessed(
