@@ -18,7 +18,7 @@ from transformers.feature_extraction_utils import BatchFeature
 
 from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.transfer.kwargs import FieldKind, KwargsField, KwargsItem
-from dynamo_worker_ext.vllm.reference import FieldReference, ItemReference
+from dynamo_worker_ext.vllm.reference import FieldReference, ItemReference, process_example
 from dynamo_worker_ext.wire import Embeddings, MediaItem, Modality
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class EmbeddingReference:
     def learn(
         cls, processor: Any, modality: Modality, pixels: ItemReference
     ) -> EmbeddingReference | None:
-        """Ask a model's processor what fields it gives to the model.
+        """Ask a model's processor what fields it gives to the model. Blocks; takes milliseconds.
 
         Args:
             processor: the engine's own multimodal processor.
@@ -60,7 +60,8 @@ class EmbeddingReference:
             pixels: what its items look like that are no embeddings.
 
         Returns:
-            None for a model that takes no such embeddings.
+            None for a model that takes none. Without grids they are also to be as many
+            for every item: vLLM's core (0.31.0) ends where those of a batch are not.
         """
         config = processor.info.ctx.model_config
         vision = getattr(config.hf_config, "vision_config", None)
@@ -74,6 +75,9 @@ class EmbeddingReference:
         example: dict[str, torch.Tensor] = {embeds: torch.zeros(1, 1, width)}
         if isinstance(merge, int):
             example = {embeds: torch.zeros(1, width), grid: torch.tensor([[1, merge, merge]])}
+        elif len(_lengths(processor, modality)) > 1:
+            log.info("embeddings of %ss are not taken: they differ in length", modality)
+            return None
         if (seconds := pixels.fields.get(SECONDS)) is not None:
             example[SECONDS] = torch.ones(1)
         try:
@@ -142,6 +146,12 @@ class EmbeddingReference:
 
     def _fact(self, name: str, data: torch.Tensor) -> KwargsField:
         return KwargsField(data, self.kinds[name], {"keep_on_cpu": True})
+
+
+def _lengths(processor: Any, modality: Modality) -> set[int]:
+    """How many embeddings items of different shape have."""
+    made = [process_example(processor, modality, scale, tall=scale > 1)[1] for scale in (1, 2)]
+    return {one["mm_placeholders"][modality][0].get_num_embeds() for one in made}
 
 
 def _mismatch(message: str) -> InvalidTransferError:

@@ -23,14 +23,13 @@ def learn_form(processor: Any, reference: EmbeddingReference) -> EmbeddingsForm 
 
     Returns:
         None for a model whose images are not one token, repeated: where their embeddings would go
-        could only be guessed. Without a grid they are also to be as many for every image: vLLM
-        (0.31.0) makes one tensor of a batch.
+        could only be guessed.
     """
     found = [
         _repeated(*process_example(processor, "image", scale, tall=scale > 1)) for scale in (1, 2)
     ]
     tokens, counts = {token for token, _ in found}, {count for _, count in found}
-    if None in tokens or len(tokens) > 1 or (reference.merge is None and len(counts) > 1):
+    if None in tokens or len(tokens) > 1:
         log.info("embeddings of images are not taken from clients: %s", found)
         return None
     dtype = str(processor.info.ctx.model_config.dtype).removeprefix("torch.")

@@ -82,12 +82,16 @@ class VllmMedia:
             self._references = await self._on_renderer(
                 lambda: learn_references(processor, list(self.limits))
             )
-            for modality, reference in self._references.items():
-                known = EmbeddingReference.learn(processor, modality, reference)
-                if known is not None:
-                    self._embeddings[modality] = known
-            if (image := self._embeddings.get("image")) is not None:
-                self.embeddings_form = await self._on_renderer(lambda: learn_form(processor, image))
+            await self._on_renderer(self._learn_embeddings)
+
+    def _learn_embeddings(self) -> None:
+        processor = self._renderer.get_mm_processor()
+        for modality, reference in self._references.items():
+            known = EmbeddingReference.learn(processor, modality, reference)
+            if known is not None:
+                self._embeddings[modality] = known
+        if (image := self._embeddings.get("image")) is not None:
+            self.embeddings_form = learn_form(processor, image)
 
     @property
     def takes_embeddings(self) -> bool:

@@ -208,7 +208,7 @@ def process_example(
     """A prompt of one `example_media`, and what the processor makes of it."""
     text = processor.dummy_inputs.get_dummy_text({modality: 1})
     tokens = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
-    data = {modality: [example_media(processor, modality, scale)]}
+    data = {modality: [example_media(processor, modality, scale, tall=tall)]}
     output = processor.apply(
         ProcessorInputs(
             prompt=list(tokens),

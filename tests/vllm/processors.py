@@ -2,7 +2,8 @@
 
     python tests/vllm/processors.py OUT NAME=MODEL...
 
-No engine is started. OUT is a JSON file: by name and prompt, the ids before and after.
+No engine is started. OUT is a JSON file: by name and prompt, the ids before and after; and as
+``embeddings`` the modalities whose embeddings `dynamo_worker_ext.vllm` has the model take.
 """
 
 from __future__ import annotations
@@ -35,6 +36,15 @@ def prompts(tag: str) -> dict[str, tuple[str, int]]:
         "roles": (f"<|user|>\n{one}\nWhat is this?<|end|>\n<|assistant|>\n", 1),
         "three": (f"a {one}\n{two}\n and\n {three} naïve 日本語", 3),
     }
+
+
+def embeddings_of(processor: Any) -> list[str]:
+    from dynamo_worker_ext.vllm.embeds import EmbeddingReference
+    from dynamo_worker_ext.vllm.reference import learn_references
+
+    limits = processor.info.allowed_mm_limits
+    references = learn_references(processor, [one for one in ("image", "video") if limits.get(one)])
+    return [m for m, one in references.items() if EmbeddingReference.learn(processor, m, one)]
 
 
 def main() -> None:
@@ -86,6 +96,7 @@ def main() -> None:
                 "vllm": expanded,
                 "transformers": ids.tolist(),
             }
+        results["embeddings"] = embeddings_of(vllm.renderer.get_mm_processor())
         vllm.renderer.shutdown()
     Path(sys.argv[1]).write_text(json.dumps(report))
 

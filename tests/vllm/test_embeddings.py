@@ -235,9 +235,9 @@ async def test_what_arrives_together_is_encoded_together(bench: Bench) -> None:
     calls: list[int] = []
     encode = bench.encoder._encoder.encode
 
-    async def counted(images: Any, options: Any) -> Any:
-        calls.append(len(images))
-        return await encode(images, options)
+    async def counted(modality: Any, items: Any, options: Any) -> Any:
+        calls.append(len(items))
+        return await encode(modality, items, options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.encoder._encoder, "encode", counted)
@@ -372,10 +372,10 @@ async def test_embeddings_of_another_width_do_not_reach_the_engine(bench: Bench)
     with pytest.MonkeyPatch.context() as patch:
         make = bench.encoder._encoder.encode
 
-        async def narrower(images: Any, options: Any) -> Any:
+        async def narrower(*args: Any) -> Any:
             return [
                 one._replace(embeddings=one.embeddings[:, :-1].contiguous())
-                for one in await make(images, options)
+                for one in await make(*args)
             ]
 
         patch.setattr(bench.encoder._encoder, "encode", narrower)
@@ -416,8 +416,8 @@ async def test_a_tower_that_fails_is_an_error_and_goes_on(bench: Bench) -> None:
         encoder = bench.encoder._encoder
         process = encoder._process
 
-        def truncated(image: Any, options: Any) -> Any:
-            whole = process(image, options)
+        def truncated(*args: Any) -> Any:
+            whole = process(*args)
             return whole._replace(payload=whole.payload[:-100])
 
         patch.setattr(encoder, "_process", truncated)
@@ -432,14 +432,14 @@ async def test_a_call_of_the_tower_takes_as_much_as_vllm_gives_it(bench: Bench) 
     batches: list[int] = []
     run = encoder._run_tower
 
-    async def counted(llm: Any, batch: Any) -> Any:
+    async def counted(llm: Any, modality: Any, batch: Any) -> Any:
         batches.append(len(batch))
-        return await run(llm, batch)
+        return await run(llm, modality, batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "_most_tokens", 130)
         patch.setattr(encoder, "_run_tower", counted)
-        found = await encoder.encode([picture() for _ in range(5)], None)
+        found = await encoder.encode("image", [picture() for _ in range(5)], None)
     each = found[0].embeddings.shape[0]
     most = max(1, 130 // each)
     assert sum(batches) == len(found) == 5

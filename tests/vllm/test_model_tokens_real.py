@@ -114,3 +114,21 @@ def test_token_ids_expand_as_vllm_has_them(
 def test_a_text_is_encoded_as_vllm_encodes_it(made: dict[str, Any], name: str, prompt: str) -> None:
     tokens, results = made[name]
     assert tokens.encode(results[prompt]["text"]) == results[prompt]["asked"]["without"]
+
+
+@pytest.mark.parametrize(
+    ("family", "modalities"),
+    [
+        ("qwen2_vl", ["image", "video"]),
+        ("qwen2_5_vl", ["image", "video"]),
+        ("qwen3_vl", ["image", "video"]),
+        ("llava", ["image"]),
+        # Their images differ in length, of which vLLM's core would end.
+        ("llava_next", []),
+        ("phi3_v", []),
+    ],
+)
+def test_which_embeddings_are_taken(
+    made: dict[str, tuple[RoutingTokens, dict[str, Any]]], family: str, modalities: list[str]
+) -> None:
+    assert made[family][1]["embeddings"] == modalities
