@@ -473,6 +473,8 @@ class Stack:
         worker_env: added to what every worker gets.
         module: what a worker is; see `tests.counted_worker`.
         served_name: what clients call the model.
+        grace_s: seconds that a worker which stops answers after it has left discovery. Dynamo's 5
+            where requests are under way then; elsewhere they would be waited for in vain.
     """
 
     model: Path
@@ -485,6 +487,7 @@ class Stack:
     worker_env: Mapping[str, str] = field(default_factory=dict)
     module: str = "tests.counted_worker"
     served_name: str = "tiny"
+    grace_s: float = 1.0
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -541,6 +544,7 @@ class Stack:
                 # Two cores: engines that spin on both starve each other.
                 "VLLM_CPU_OMP_THREADS_BIND": str(number % (os.cpu_count() or 1)),
                 "DYN_SYSTEM_PORT": str(port),
+                "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": str(self.grace_s),
                 **self.engine.env,
                 **self.worker_env,
                 **(env or {}),

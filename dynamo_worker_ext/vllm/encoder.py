@@ -26,7 +26,7 @@ from dynamo_worker_ext.transfer import codec
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.vllm.args import Config
 from dynamo_worker_ext.vllm.ec_role import silent_producer
-from dynamo_worker_ext.vllm.embeds import SECONDS
+from dynamo_worker_ext.vllm.embeds import SECONDS, EmbeddingReference
 from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
 from dynamo_worker_ext.vllm.reference import ItemReference, example_media, learn_references
 from dynamo_worker_ext.vllm.tower import BATCH, EMBEDDINGS, VisionTower
@@ -114,29 +114,32 @@ class VllmEncoder:
         self._llm = llm = AsyncLLM.from_vllm_config(vllm_config)
         self._processor = processor = llm.renderer.get_mm_processor()
         allowed = processor.info.allowed_mm_limits
-        limits = {m: allowed[m] for m in _MODALITIES if allowed.get(m)}
-        tokenizer = processor.info.get_tokenizer()
-        for modality in limits:
-            text = processor.dummy_inputs.get_dummy_text({modality: 1})
-            self._prompts[modality] = list(tokenizer.encode(text, add_special_tokens=False))
         self._references = await asyncio.get_running_loop().run_in_executor(
-            llm.renderer._mm_executor, self._learn, list(limits)
+            llm.renderer._mm_executor, self._learn, [m for m in _MODALITIES if allowed.get(m)]
         )
         return EncoderInfo(
             engine_version=importlib.metadata.version("vllm"),
-            limits=limits,
+            limits={modality: allowed[modality] for modality in self._references},
             context_length=vllm_config.model_config.max_model_len,
             block_size=vllm_config.cache_config.block_size,
             probe_tokens=self._prompts.get("image", ()),
-            takes_processed=bool(self._references),
+            takes_processed=True,
         )
 
     def _learn(self, modalities: Sequence[Modality]) -> Mapping[Modality, ItemReference]:
-        """What items are to look like that a frontend has processed, and what they replace. On the
-        renderer's thread."""
-        references = learn_references(self._processor, modalities)
+        """Of what the model also takes embeddings of: what processed items look like, what prompts
+        name them by, and what they replace. On the renderer's thread."""
+        processor = self._processor
+        tokenizer = processor.info.get_tokenizer()
+        references = {
+            modality: reference
+            for modality, reference in learn_references(processor, modalities).items()
+            if EmbeddingReference.learn(processor, modality, reference) is not None
+        }
         for modality in references:
-            small = self._process(modality, example_media(self._processor, modality))
+            text = processor.dummy_inputs.get_dummy_text({modality: 1})
+            self._prompts[modality] = list(tokenizer.encode(text, add_special_tokens=False))
+            small = self._process(modality, example_media(processor, modality))
             self._targets[modality] = small.expansion.target
         return references
 

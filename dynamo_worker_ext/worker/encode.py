@@ -120,7 +120,9 @@ class EncodeWorker(Worker):
         info = await self._encoder.start()
         self.start_watchdog()
         if not info.limits.get("image"):
-            raise StartupError("this model takes no images, so there is nothing to encode")
+            raise StartupError(
+                "there is nothing to encode: this model takes no images, or no embeddings of them"
+            )
         self._info = info
         self._loader = MediaLoader(
             frontend_decoding=config.frontend_decoding,

@@ -149,8 +149,9 @@ class Side(RecordedStack):
                 **connector_env(),
                 "PYTHONPATH": str(ROOT),
                 "PYTHONHASHSEED": "0",  # dynamo.vllm does so by itself
-                # One thread computes in each, as vLLM's engines have it on one core.
-                "VLLM_CPU_OMP_THREADS_BIND": "0",
+                # One thread computes in each, as vLLM's engines have it on one core; of an encode
+                # worker not on the core where the others spin. Upstream's is bound to none.
+                "VLLM_CPU_OMP_THREADS_BIND": "1" if role == "encode" else "0",
                 "OMP_NUM_THREADS": "1",
                 "DYN_SYSTEM_PORT": str(port),
             },
@@ -336,6 +337,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept afterwards")
     args = parser.parse_args(argv)
+    if (args.engine, args.flow) == ("sglang", "epd"):
+        # "validation errors for DisaggSglangMultimodalRequest", each time.
+        parser.error("upstream's SGLang prefill worker (1.6.1) answers none behind encode workers")
     have, need = psutil.virtual_memory().available >> 30, NEED_GB[args.flow]
     apart = args.apart or have < need
     if have < (need * 2 // 3 if apart else need):

@@ -40,7 +40,7 @@ FRONTENDS = {
 
 @pytest.fixture(scope="module")
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Deployment(model, tmp_path_factory.mktemp("epd"), FRONTENDS, workers=0)
+    stack = Deployment(model, tmp_path_factory.mktemp("epd"), FRONTENDS, workers=0, grace_s=5)
     stack.add_worker(ROLE, "encode")
     stack.add_worker("--route-to-encoder")
     with stack:

@@ -34,7 +34,7 @@ def stack(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
     folder, model = tmp_path_factory.mktemp("faults"), tiny_model("qwen2_5_vl")
-    with Stack(model, folder, {}, workers=0, engine=SGLANG) as stack:
+    with Stack(model, folder, {}, workers=0, engine=SGLANG, grace_s=5) as stack:
         stack.add_worker(*prefill_args())
         stack.add_worker(*DECODE_ARGS)
         stack.add_frontend("rust", FrontendSpec("rust", "off"))

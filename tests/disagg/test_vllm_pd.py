@@ -39,7 +39,7 @@ def stack(
     model: Path, tmp_path_factory: pytest.TempPathFactory, expected: Mapping[str, str]
 ) -> Iterator[Stack]:
     # After `expected`: no more engines at a time than are needed.
-    stack = Deployment(model, tmp_path_factory.mktemp("pd"), FRONTENDS, workers=0)
+    stack = Deployment(model, tmp_path_factory.mktemp("pd"), FRONTENDS, workers=0, grace_s=5)
     stack.add_worker(ROLE, "prefill")
     stack.add_worker(ROLE, "decode")
     with stack:

@@ -112,7 +112,7 @@ def stack(model: Path, tmp_path_factory: pytest.TempPathFactory, engine: Engine)
         "rust": FrontendSpec("rust", "off", MIGRATE),
     }
     folder, args = tmp_path_factory.mktemp("faults"), TRAITS[engine].args
-    stack = Stack(model, folder, frontends, workers=0, engine=engine, worker_args=args)
+    stack = Stack(model, folder, frontends, workers=0, engine=engine, worker_args=args, grace_s=5)
     stack.add_worker(wrap=private_shm("256m"))
     stack.add_worker()
     with stack:
