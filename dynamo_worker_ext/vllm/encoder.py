@@ -136,11 +136,16 @@ class VllmEncoder:
             for modality, reference in learn_references(processor, modalities).items()
             if EmbeddingReference.learn(processor, modality, reference) is not None
         }
-        for modality in references:
+        for modality in list(references):
             text = processor.dummy_inputs.get_dummy_text({modality: 1})
             self._prompts[modality] = list(tokenizer.encode(text, add_special_tokens=False))
-            small = self._process(modality, example_media(processor, modality))
-            self._targets[modality] = small.expansion.target
+            try:
+                small = self._process(modality, example_media(processor, modality))
+            except EngineError as error:
+                log.warning("%ss are not encoded but passed on: %s", modality, error)
+                del references[modality]
+            else:
+                self._targets[modality] = small.expansion.target
         return references
 
     def check(self, item: MediaItem, payload: KwargsItem) -> None:

@@ -21,6 +21,7 @@ from tests.disagg.deployment import (
 )
 from tests.disagg.sglang_deployment import DECODE_ARGS, prefill_args
 from tests.engines import SGLANG
+from tests.pictures import video_part
 from tests.stack import Stack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -72,6 +73,13 @@ def test_answers_are_those_of_a_worker_that_encodes_by_itself(
             assert taken.outcome == "received", name
             assert again.of(first_role).outcome == "hit", name
         assert again.answer.cached_tokens == again.answer.reusable_tokens > 0, name
+
+
+def test_a_broken_video_is_the_clients_to_mend(stack: Stack) -> None:
+    """It is SGLang that finds out; nobody waits for its KV then."""
+    answer = stack.chat("rust", [video_part(b"no video" * 99), "Describe it"], timeout=60)
+    assert answer.status == 400, answer.body
+    assert stack.chat("rust", "hello").status == 200
 
 
 def test_an_image_that_was_processed_is_encoded_from_what_was_sent(
