@@ -41,6 +41,7 @@ class Sender:
     def __init__(self, way: str) -> None:
         self._way = way
         self._tensor: Any = None
+        self._tag = 0
         self._refs: Any = []
         if way.startswith(_UPSTREAM):
             from dynamo.common.multimodal import mm_kwargs_transfer as upstream
@@ -51,23 +52,25 @@ class Sender:
             self._sender = transfer.open_sender(way)
 
     async def offer(self, size: int, items: int) -> Answer:
-        """Offer so many items; seconds, and the metadata for the other end."""
+        """Offer so many items; seconds, the metadata for the other end, and of what bytes."""
         import torch
 
         if self._tensor is None or self._tensor.nbytes != size:
-            self._tensor = torch.randint(0, 255, (size,), dtype=torch.uint8)
+            self._tensor = torch.empty(size, dtype=torch.uint8)
+        self._tag = (self._tag + 1) % 256
+        self._tensor.fill_(self._tag)  # a processor has just made it
         hashes = [f"{at:064x}" for at in range(items)]
         if self._way.startswith(_UPSTREAM):
             features = [_feature(self._tensor, mm_hash) for mm_hash in hashes]
             start = _now()
             extra, self._refs = await self._sender.prepare(features, "image")
-            return {"seconds": _now() - start, "extra": extra}
+            return {"seconds": _now() - start, "extra": extra, "tag": self._tag}
         item = KwargsItem({"pixel_values": KwargsField(self._tensor, "batched", {})})
         start = _now()
         self._refs = await self._sender.offer([codec.encode(item) for _ in hashes])
         refs = dict(enumerate(self._refs))
         extra = wire.write_offer(self._way, ["image"] * items, hashes, refs)
-        return {"seconds": _now() - start, "extra": extra}
+        return {"seconds": _now() - start, "extra": extra, "tag": self._tag}
 
     async def withdraw(self) -> Answer:
         refs, self._refs = self._refs, []
@@ -115,8 +118,12 @@ class Receiver:
                 way, transfer.Limits(1 << 31, timeout_s=60), Metrics()
             )
 
-    async def receive(self, extra: Mapping[str, Any], watch: bool = False) -> Answer:
-        """Seconds of each step; with `watch`, the longest turn of the event loop meanwhile."""
+    async def receive(self, extra: Mapping[str, Any], tag: int, watch: bool = False) -> Answer:
+        """Seconds of each step; with `watch`, the longest turn of the event loop meanwhile.
+
+        Raises:
+            RuntimeError: what came are not bytes of `tag`.
+        """
         fetch = self._fetcher(extra)
         self._longest = 0.0
         watching = asyncio.create_task(self._watch()) if watch else None
@@ -133,9 +140,12 @@ class Receiver:
                 self._target = np.zeros(tensor.nbytes, np.uint8)
             np.copyto(self._target[: tensor.nbytes], tensor.numpy())
         copied = _now()
+        size = tensor.nbytes
         del tensor
         tensors.clear()
         freed = _now()
+        if not (self._target[0] == self._target[size - 1] == tag):
+            raise RuntimeError("what was received is not what was offered")
         return {
             "receive": received - start,
             "copy": copied - copying,

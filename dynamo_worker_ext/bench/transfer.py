@@ -155,9 +155,10 @@ class Way:
     def round(self, size: int, items: int, *, watch: bool = False) -> tuple[list[float], float]:
         """Seconds of each step, and the longest turn of the receiver's event loop."""
         offered = self.sender.ask("offer", size=size, items=items)
-        there = self.receiver.ask("receive", extra=offered["extra"], watch=watch)
+        seconds = offered.pop("seconds")
+        there = self.receiver.ask("receive", watch=watch, **offered)
         gone = self.sender.ask("withdraw")["seconds"]
-        steps = [offered["seconds"], there["receive"], there["copy"], there["free"] + gone]
+        steps = [seconds, there["receive"], there["copy"], there["free"] + gone]
         return steps, there["stall"]
 
     def usage(self) -> dict[str, float]:

@@ -6,7 +6,7 @@
 Two complete deployments on loopback, each with Dynamo's Rust frontend and a discovery folder of its
 own, with the same engine arguments; upstream's NIXL settings are its defaults. A pair is one
 request to each, in random order and one at a time, while the engines of the other side are stopped:
-vLLM's spin for a second after each request. Where there is not memory for both sides at a time, or
+NIXL's threads spin. Where there is not memory for both sides at a time, or
 with --apart, all requests go to the one and then the same to the other.
 
 ``first token``: from the request to the first piece of the streamed answer, at the client.
@@ -58,7 +58,7 @@ FLOWS: Mapping[str, Sequence[str]] = {
     "e-pd": ("encode", "agg"),
     "pd": ("prefill", "decode"),
 }
-ENGINE_PROCESSES = ("VLLM::Worker", "VLLM::EngineCore")
+ENGINE_PROCESSES = ("VLLM::EngineCore",)
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 #: Memory that both sides of a flow take together; upstream's receiver of embeddings has 8.6 of it.
 NEED_GB: Mapping[str, int] = {"epd": 28, "e-pd": 20, "pd": 14}
@@ -149,10 +149,7 @@ class Side(RecordedStack):
                 **connector_env(),
                 "PYTHONPATH": str(ROOT),
                 "PYTHONHASHSEED": "0",  # dynamo.vllm does so by itself
-                # One thread computes in each, as vLLM's engines have it on one core; of an encode
-                # worker not on the core where the others spin. Upstream's is bound to none.
-                "VLLM_CPU_OMP_THREADS_BIND": "1" if role == "encode" else "0",
-                "OMP_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",  # also of upstream's encode worker, which has no engine
                 "DYN_SYSTEM_PORT": str(port),
             },
             log=self.folder / f"{role}.log",
@@ -250,8 +247,7 @@ def plain_engine_mb(role: str, model: Path, folder: Path) -> float:
             "--model", str(model), *VLLM.args(BLOCK), *connector_args(role),
         ],
         env={
-            **BASE_ENV, **connector_env(),
-            "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "0",
+            **BASE_ENV, **VLLM.env, **connector_env(), "PYTHONPATH": str(ROOT),
         },
         log=folder / f"engine-{role}.log",
         url="",

@@ -4,10 +4,10 @@
                                        [--frontend vllm|rust] [--transfer shm|off]
 
 Two complete stacks on loopback, each with its own frontend, worker and discovery folder; the
-engines have the same arguments and run on the same core. While one is asked, the other's engine is
-stopped: vLLM's spins for a second after each request. A pair is one request to each, in random
-order; for latencies one request is in flight in all. Each pair gives one ratio, so that what else
-the machine does hits both alike: the ratios are what to read, in a quiet hour.
+engines have the same arguments, and vLLM's run the model in the engine core's process, as on one
+GPU. A pair is one request to each, in random order; for latencies one request is in flight in all.
+Each pair gives one ratio, so that what else the machine does hits both alike: the ratios are what
+to read, in a quiet hour.
 
 ``first token``: from the request to the first piece of the streamed answer, at the client.
 ``engine input``: in the worker, from the handler's ``generate`` to the rendered engine input.
@@ -187,8 +187,6 @@ class TimedStack(RecordedStack):
                 "PYTHONPATH": str(ROOT),
                 # dynamo.vllm does so by itself.
                 "PYTHONHASHSEED": "0",
-                # Both on one core: the other one is for frontends and clients.
-                "VLLM_CPU_OMP_THREADS_BIND": "0",
                 "DYN_SYSTEM_PORT": str(port),
             },
             log=self.folder / "worker.log",
@@ -196,13 +194,6 @@ class TimedStack(RecordedStack):
         )  # fmt: skip
         process.start()
         self.worker.append(process)
-
-    def signal_engine(self, number: int) -> None:
-        """Signal the process that computes, which vLLM lets spin while it has nothing to do."""
-        if self.worker and self.worker[0].alive:
-            for child in psutil.Process(self.worker[0].pid).children(recursive=True):
-                if child.name() == "VLLM::Worker":
-                    child.send_signal(number)
 
     def memory_mb(self) -> float:
         """PSS of the worker and all its children."""
@@ -306,12 +297,7 @@ class Bench:
     def _pair(self, measure: Callable[[str], float]) -> dict[str, float]:
         sides = list(self.stacks)
         self._random.shuffle(sides)
-        result = {}
-        for side in sides:
-            self.stacks[side].signal_engine(signal.SIGCONT)
-            result[side] = measure(side)
-            self.stacks[side].signal_engine(signal.SIGSTOP)
-        return result
+        return {side: measure(side) for side in sides}
 
     def _ask(self, url: str) -> dict[str, dict[str, float]]:
         """One image to both: of each kind of row, ms by side."""
@@ -419,9 +405,6 @@ def run(
             stack.start()
         for stack in stacks.values():
             stack.wait_ready()
-        for stack in stacks.values():
-            end.callback(stack.signal_engine, signal.SIGCONT)
-            stack.signal_engine(signal.SIGSTOP)
         bench = Bench(stacks, pairs, blocks)
         end.callback(bench.close)
         show(HEADER)
