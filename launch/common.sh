@@ -115,6 +115,9 @@ use_tiny_model() {
     vllm)
         TINY_ARGS=(--dtype float32 --enforce-eager --max-model-len 8192 --block-size 32 --seed 0
             --skip-mm-profiling --limit-mm-per-prompt '{"image":2,"video":0}')
+        # The model in the engine core's process, as on one GPU, and not in one more that spins.
+        export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0}
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
         ;;
     sglang)
         TINY_ARGS=(--dtype float32 --context-length 8192 --page-size 32 --random-seed 0

@@ -68,7 +68,18 @@ SGLANG_ROLES: Mapping[str, Sequence[str]] = {
     ),
 }  # fmt: skip
 
-VLLM = Engine("vllm", sys.executable, _vllm_args)
+VLLM = Engine(
+    "vllm",
+    sys.executable,
+    _vllm_args,
+    {
+        # The model runs in the engine core's process, as on one GPU. What vLLM does by itself on a
+        # CPU is a process more, which takes ten seconds to import all again and then spins. The
+        # launch scripts' tests start it that way.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+    },
+)
 
 SGLANG = Engine(
     "sglang",

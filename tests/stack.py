@@ -541,8 +541,6 @@ class Stack:
             ],
             env={
                 **self.env,
-                # Two cores: engines that spin on both starve each other.
-                "VLLM_CPU_OMP_THREADS_BIND": str(number % (os.cpu_count() or 1)),
                 "DYN_SYSTEM_PORT": str(port),
                 "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": str(self.grace_s),
                 **self.engine.env,

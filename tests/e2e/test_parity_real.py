@@ -12,7 +12,9 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,6 @@ def parity(
                 **os.environ,
                 **BASE_ENV,
                 **engine.env,
-                "VLLM_CPU_OMP_THREADS_BIND": "0",
                 "HF_MODULES_CACHE": str(out / "modules"),
                 **env,
             },
@@ -75,18 +76,45 @@ def parity(
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize(("engine", "family", "mode", "images"), CASES)
-def test_a_family_is_exact(
-    tiny_model: TinyModel, tmp_path: Path, engine: str, family: str, mode: str, images: int
-) -> None:
-    model = tiny_model(family)
-    own: tuple[str, ...] = ()
+def case(
+    tiny_model: TinyModel, out: Path, *, engine: str, family: str, mode: str, images: int
+) -> Callable[[], tuple[int, str]]:
+    """The command for one of `CASES`, whose model is there."""
+    model, own = tiny_model(family), ()
     if family == "phi3_v":
         # The real ones have a window, as long as their context.
-        model = variant(model, tmp_path / family, config=lambda c: c.update(sliding_window=32768))
+        model = variant(model, out / family, config=lambda c: c.update(sliding_window=32768))
         own = ("--load-format", "dummy", "--trust-remote-code")
-    options = ["--mode", mode, "--images", str(images), "--json"]
-    status, out = parity(engine, model, tmp_path, *options, engine_args=own)
+    options = ("--mode", mode, "--images", str(images), "--json")
+    return partial(parity, engine, model, out, *options, engine_args=own)
+
+
+@pytest.fixture(scope="module")
+def reports(
+    request: pytest.FixtureRequest, tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, Future[tuple[int, str]]]]:
+    """What the command says of the cases that are asked for, by the test's name. Two run at a
+    time: an engine that starts keeps one core busy."""
+    commands = {
+        item.name: case(tiny_model, tmp_path_factory.mktemp("parity"), **item.callspec.params)
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_a_family_is_exact
+    }
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(command) for name, command in commands.items()}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("engine", "family", "mode", "images"), CASES)
+def test_a_family_is_exact(
+    request: pytest.FixtureRequest,
+    reports: Mapping[str, Future[tuple[int, str]]],
+    engine: str,
+    family: str,
+    mode: str,
+    images: int,
+) -> None:
+    status, out = reports[request.node.name].result()
     report = json.loads(out)
     wrong = [one for one in report["verdicts"] if one["by_processor"] or one["by_files"] != ""]
     assert wrong == []

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.counted_worker import Count, counted_images
+from tests.engines import VLLM
 from tests.stack import BASE_ENV
 
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in BASE_ENV.items():
+        for name, value in {**BASE_ENV, **VLLM.env}.items():
             patch.setenv(name, value)
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2])]))
         yield
 

@@ -18,21 +18,12 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
+from tests.engines import ROOT, VLLM
+from tests.stack import BASE_ENV
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-
-#: An engine on a CPU, on loopback, without a network. Source: FACTS section 2.
-ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONPATH": str(ROOT),
-}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +35,7 @@ def report(
     with log.open("w") as file:
         code = subprocess.run(
             [sys.executable, HERE / "kv_events_engine.py", tiny_model("qwen2_5_vl"), out],
-            env={**os.environ, **ENV},
+            env={**os.environ, **BASE_ENV, **VLLM.env, "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stdout=file,
             stderr=subprocess.STDOUT,
