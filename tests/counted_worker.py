@@ -2,8 +2,9 @@
 
 ``ENGINE:test_processed_images_total`` counts images and videos that the Hugging Face processors
 were given in the worker process, ``ENGINE:test_requests_with_raw_media_total`` requests that
-carried raw media; for SGLang ``sglang:test_running_requests`` says what its scheduler works on.
-Nothing else is changed.
+carried raw media; for SGLang ``sglang:test_running_requests`` says what its scheduler works on, and
+``sglang:test_hashed_media_total`` how many items its tokenizer manager hashed all bytes of. Nothing
+else is changed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if importlib.util.find_spec("dwe_nixl_dram"):
 
 RUNNING = "sglang:test_running_requests"
 PROCESSED = ":test_processed_images_total"
+HASHED = "sglang:test_hashed_media_total"
 WITH_RAW = ":test_requests_with_raw_media_total"
 
 
@@ -96,6 +98,20 @@ def count_raw_requests(engine: str) -> None:
     REGISTRY.register(with_raw)
 
 
+def count_hashed_media() -> None:
+    """Show how many items SGLang computed a hash for in this process."""
+    from sglang.srt.multimodal import cache
+
+    hashed, resolve = Count(HASHED), cache.resolve_multimodal_item_hash
+
+    def counted(*, existing_hash: int | None, **item: Any) -> Any:
+        hashed.add(existing_hash is None)
+        return resolve(existing_hash=existing_hash, **item)
+
+    cache.resolve_multimodal_item_hash = counted
+    REGISTRY.register(hashed)
+
+
 class Running:
     """Requests that SGLang's scheduler works on, as a Prometheus collector.
 
@@ -131,5 +147,6 @@ if __name__ == "__main__":
     count_raw_requests(engine)
     if engine == "sglang":
         REGISTRY.register(Running())
+        count_hashed_media()
     with counted_images(engine):
         importlib.import_module(f"dynamo_worker_ext.{engine}.__main__").main()

@@ -353,6 +353,8 @@ class SglangWorker(MediaWorker):
         if hashes and (support.processed if isinstance(data, dict) else support.raw):
             given["mm_hashes"] = hashes
             support.teach(self._wide_pads, hashes)
+            if isinstance(data, dict):
+                support.name(data, hashes)
         return given
 
     async def run(

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.counted_worker import PROCESSED
+from tests.counted_worker import HASHED, PROCESSED
 from tests.direct import DirectClient, FrontendDouble, Rendered, Reply, Segments, request
 from tests.engines import SGLANG
 from tests.pictures import picture
@@ -115,6 +115,7 @@ def test_it_answers_as_from_raw_media_without_processing(worker: Worker) -> None
     assert len(moved.tokens) == 8
     # All of the prompt was computed: the answer is not what the first one left cached.
     assert moved.reply.cached_tokens == raw.reply.cached_tokens == 0
+    assert moved.change.total(HASHED) == 0, "the frontend has hashed it"
 
 
 def test_a_repeat_is_neither_read_nor_processed(worker: Worker) -> None:
