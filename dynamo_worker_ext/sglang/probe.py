@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -64,18 +64,6 @@ class HashSupport:
         if self.scheme is PadScheme.WIDE:
             for mm_hash in mm_hashes:
                 pads.learn(mm_hash)
-
-    def name(self, data: dict[str, Any], mm_hashes: Sequence[str]) -> None:
-        """Give a processed item its hash before the engine computes one of all its bytes, which
-        takes 0.7 ms a MB and is then replaced by the caller's.
-
-        Args:
-            data: what the engine is to be given of all items of one modality.
-            mm_hashes: of all items of the request. Of several the engine forgets what is given.
-        """
-        if self.scheme is PadScheme.PAD_30_BIT and len(mm_hashes) == 1:
-            data["hash"] = int(mm_hashes[0], 16)
-            data["pad_value"] = pad_value(mm_hashes[0])
 
     def describe(self) -> str:
         """One line for a log and the card."""

@@ -430,14 +430,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", choices=list(ENGINES), default="vllm")
-    parser.add_argument("--pairs", type=int, default=30, help="of each latency row (30)")
+    parser.add_argument("--pairs", type=int, default=60, help="of each latency row (60)")
     parser.add_argument("--quick", action="store_true", help="6 pairs, 3 blocks of text")
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--frontend", choices=["vllm", "rust"], default="vllm")
     parser.add_argument("--transfer", choices=["shm", "off"], default="shm")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept afterwards")
     args = parser.parse_args(argv)
-    pairs, blocks = (min(args.pairs, 6), 3) if args.quick else (args.pairs, 10)
+    pairs, blocks = (min(args.pairs, 6), 3) if args.quick else (args.pairs, 20)
 
     end_in_time(TIME_LIMIT_S)
     spec = FrontendSpec(processor=args.frontend, transfer=args.transfer)
