@@ -75,7 +75,7 @@ VLLM = Engine(
     {
         # The model runs in the engine core's process, as on one GPU. What vLLM does by itself on a
         # CPU is a process more, which takes ten seconds to import all again and then spins. The
-        # launch scripts' tests start it that way.
+        # launch scripts' test of both engines side by side starts it that way.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
     },

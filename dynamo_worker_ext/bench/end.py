@@ -64,12 +64,12 @@ class Sender:
             features = [_feature(self._tensor, mm_hash) for mm_hash in hashes]
             start = _now()
             extra, self._refs = await self._sender.prepare(features, "image")
-            return {"seconds": _now() - start, "extra": extra, "tag": self._tag}
-        item = KwargsItem({"pixel_values": KwargsField(self._tensor, "batched", {})})
-        start = _now()
-        self._refs = await self._sender.offer([codec.encode(item) for _ in hashes])
-        refs = dict(enumerate(self._refs))
-        extra = wire.write_offer(self._way, ["image"] * items, hashes, refs)
+        else:
+            item = KwargsItem({"pixel_values": KwargsField(self._tensor, "batched", {})})
+            start = _now()
+            self._refs = await self._sender.offer([codec.encode(item) for _ in hashes])
+            refs = dict(enumerate(self._refs))
+            extra = wire.write_offer(self._way, ["image"] * items, hashes, refs)
         return {"seconds": _now() - start, "extra": extra, "tag": self._tag}
 
     async def withdraw(self) -> Answer:

@@ -155,10 +155,11 @@ class Way:
     def round(self, size: int, items: int, *, watch: bool = False) -> tuple[list[float], float]:
         """Seconds of each step, and the longest turn of the receiver's event loop."""
         offered = self.sender.ask("offer", size=size, items=items)
-        seconds = offered.pop("seconds")
-        there = self.receiver.ask("receive", watch=watch, **offered)
+        there = self.receiver.ask(
+            "receive", extra=offered["extra"], tag=offered["tag"], watch=watch
+        )
         gone = self.sender.ask("withdraw")["seconds"]
-        steps = [seconds, there["receive"], there["copy"], there["free"] + gone]
+        steps = [offered["seconds"], there["receive"], there["copy"], there["free"] + gone]
         return steps, there["stall"]
 
     def usage(self) -> dict[str, float]:

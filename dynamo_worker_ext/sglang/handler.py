@@ -350,10 +350,11 @@ class SglangWorker(MediaWorker):
         hashes = given.pop("mm_hashes", None)
         data = (given.get("image_data") or given.get("video_data") or [None])[0]
         support = self._support
-        if hashes and (support.processed if isinstance(data, dict) else support.raw):
+        processed = isinstance(data, dict)
+        if hashes and (support.processed if processed else support.raw):
             given["mm_hashes"] = hashes
             support.teach(self._wide_pads, hashes)
-            if isinstance(data, dict) and len(hashes) == 1:
+            if processed and len(hashes) == 1:
                 # Before the engine computes one of all its bytes, 0.7 ms a MB, which the caller's
                 # would then replace. Of several items it forgets what it is given here.
                 data["hash"] = int(hashes[0], 16)

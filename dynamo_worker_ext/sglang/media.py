@@ -301,16 +301,17 @@ class SglangMedia:
     def _input(self, tokens: Sequence[int], named: Sequence[tuple[str, Features]]) -> EngineInput:
         # The engine numbers items by modality first; within one they are in prompt order already.
         ordered = sorted(named, key=lambda one: MODALITIES.index(one[1].modality))
+        ids = list(tokens)
         given = {
-            "input_ids": list(tokens),
+            "input_ids": ids,
             **bundle([features for _, features in ordered], self.reader.fields),
             "mm_hashes": [mm_hash[:16] for mm_hash, _ in ordered],
         }
         if len(ordered) == 1 and ordered[0][1].modality == "image":
             # SGLang looks for it with torch, which costs ten times as much.
             token = self.tokens["image"]
-            first, count = given["input_ids"].index(token), given["input_ids"].count(token)
-            if given["input_ids"][first : first + count].count(token) == count:
+            first, count = ids.index(token), ids.count(token)
+            if ids[first : first + count].count(token) == count:
                 given["image_data"][0]["offsets"] = [(first, first + count - 1)]
         return given
 

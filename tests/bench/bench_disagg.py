@@ -6,8 +6,8 @@
 Two complete deployments on loopback, each with Dynamo's Rust frontend and a discovery folder of its
 own, with the same engine arguments; upstream's NIXL settings are its defaults. A pair is one
 request to each, in random order and one at a time, while the engines of the other side are stopped:
-NIXL's threads spin. Where there is not memory for both sides at a time, or
-with --apart, all requests go to the one and then the same to the other.
+NIXL's threads spin. Where there is not memory for both sides at a time, or with --apart, all
+requests go to the one and then the same to the other.
 
 ``first token``: from the request to the first piece of the streamed answer, at the client.
 ``encode``: in the encode worker, from the first step of its handler's ``generate`` until the
@@ -149,7 +149,7 @@ class Side(RecordedStack):
                 **connector_env(),
                 "PYTHONPATH": str(ROOT),
                 "PYTHONHASHSEED": "0",  # dynamo.vllm does so by itself
-                "OMP_NUM_THREADS": "1",  # also of upstream's encode worker, which has no engine
+                "OMP_NUM_THREADS": "1",  # of SGLang's too
                 "DYN_SYSTEM_PORT": str(port),
             },
             log=self.folder / f"{role}.log",
