@@ -277,16 +277,17 @@ class Ingest:
         self, request: MediaRequest, cache_scope: str | None, scope: str, *, reuse: bool
     ) -> tuple[dict[Modality, list[Any]], bool]:
         """Load what the engine does not hold; say whether that was nothing at all."""
-        result: dict[Modality, list[Any]] = {}
         held = {
             modality: self._held(request, modality, len(items), scope)
             if reuse
             else [False] * len(items)
             for modality, items in request.raw.items()
         }
-        held_all = all(all(flags) for flags in held.values())
-        if not held_all and not self._engine.mixes_raw_and_held:
+        if all(all(flags) for flags in held.values()):
+            return {modality: [None] * len(flags) for modality, flags in held.items()}, True
+        if not self._engine.mixes_raw_and_held:
             held = {modality: [False] * len(flags) for modality, flags in held.items()}
+        result: dict[Modality, list[Any]] = {}
         with self._metrics.stage("load"):
             for modality, items in request.raw.items():
                 skipped = held[modality]
@@ -302,7 +303,7 @@ class Ingest:
                     else ()
                 )
                 result[modality] = [None if skip else next(loaded) for skip in skipped]
-        return result, held_all
+        return result, False
 
     def _held(
         self, request: MediaRequest, modality: Modality, count: int, scope: str

@@ -282,8 +282,9 @@ def _pack_tensor(value: object, buffers: list[memoryview]) -> tuple[str, tuple[i
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise invalid_type(f"dtype {dtype} is none of {', '.join(ITEM_SIZE)}")
-    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    data = memoryview(flat.numpy())
+    # By way of numpy, as in `_Reader._tensor`.
+    same = value.view(torch.uint16) if dtype == "bfloat16" else value
+    data = np.ascontiguousarray(same.numpy(force=True)).reshape(-1).view(np.uint8).data
     if data.nbytes < INLINE_BELOW:
         return dtype, tuple(value.shape), msgspec.msgpack.Ext(_EXT_RAW, data)
     buffers.append(data)

@@ -35,7 +35,7 @@ from dynamo_worker_ext.wire import NixlRef
 
 #: Up to this many bytes of a request are written on the event loop, which takes a millisecond; a
 #: hop to a thread and back costs up to half of that.
-_WRITE_INLINE_BYTES: Final = 4 << 20
+_WRITE_INLINE_BYTES: Final = 6 << 20
 
 #: What payloads may take of a receiver's arena while somebody holds them, by default.
 _KEPT_BYTES: Final = 64 << 20

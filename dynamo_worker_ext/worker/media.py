@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -219,7 +220,8 @@ class MediaWorker(Worker):
             try:
                 prompt, resolution = await self._prepare(request, media, call, resend=resend)
                 if not counted:  # once, also where it is resent
-                    self._count(media, resolution)
+                    # When the engine has the prompt, for which the client waits.
+                    asyncio.get_running_loop().call_soon(self._count, media, resolution)
                     counted = True
                 if context.is_stopped():  # while its media was fetched; nothing to abort yet
                     return

@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,13 +233,14 @@ async def test_a_slot_withdrawn_between_the_two_checks_is_stale_and_not_held(
     [got] = await receiver.receive(refs)
     del got
     [link] = receiver._links.values()
-    say = link._say
+    said = link._said
 
-    async def withdraw_first(record: bytes) -> None:
-        await sender.withdraw(refs)
-        await say(record)
+    def withdraw_first(record: bytes) -> bool:
+        slot = sender._pool.find(0, refs[0].slot, refs[0].generation)
+        sender._end([slot] if slot else [])
+        return said(record)
 
-    monkeypatch.setattr(link, "_say", withdraw_first)
+    monkeypatch.setattr(link, "_said", withdraw_first)
     assert await reason_of(receiver.receive(refs)) == "segment_stale"
     assert sender.statistics()[1:5] == (0, 0, 0, 0)
 
@@ -433,6 +434,39 @@ async def test_tensors_of_wide_elements_are_views(
         got.payload[-4:] = b"\0\0\0\0"
         assert tensor[-1] == 0, "a copy was made"
         assert tensor.data_ptr() % 64 == 0
+
+
+# What has not to be waited for
+
+
+async def test_known_memory_takes_no_turn_of_the_event_loop(
+    sender: ArenaSender, receiver: ArenaReceiver
+) -> None:
+    """Where a request is not to wait for what else the loop does."""
+    await receiver.receive(await sender.offer([[b"A" * MB]]))
+    refs = at_once(sender.offer([[b"B" * MB], [b"C" * 9]]))
+    first, second = at_once(receiver.receive(refs))
+    assert (first.payload, second.payload) == (b"B" * MB, b"C" * 9)
+    at_once(sender.withdraw(refs))
+    # What cannot be had at once holds nothing meanwhile.
+    elsewhere = replace(refs[0], host_id="0" * 64)
+    assert await reason_of(receiver.receive([*await sender.offer([[b"D"]]), elsewhere]))
+    del first, second
+    await until(lambda: receiver.held == 0)
+
+
+def at_once(doing: Coroutine[Any, Any, Any]) -> Any:
+    """The result of what never waits."""
+    with pytest.raises(StopIteration) as done:
+        doing.send(None)
+    return done.value.value
+
+
+async def test_an_offer_that_cannot_be_copied_gives_its_slots_back(sender: ArenaSender) -> None:
+    await sender.withdraw(await sender.offer([[b"A"]]))
+    with pytest.raises((ValueError, BufferError), match="contiguous"):
+        await sender.offer([[b"good"], [b"head", memoryview(b"abcdef")[::2]]])
+    assert sender.statistics().used_bytes == 0
 
 
 # Offers that are cut off

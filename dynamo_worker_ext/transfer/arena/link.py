@@ -56,11 +56,23 @@ class Link:
         """
         part = await self._part(ref.part)
         part.check(ref)
-        names = (ref.part, ref.slot, ref.generation)
-        await self._say(meeting.RECORD.pack(Kind.HOLD, *names))
+        await self._say(_record(Kind.HOLD, ref))
+        return self._look(part, ref)
+
+    def lease_now(self, ref: ArenaRef) -> memoryview | None:
+        """`lease` where nothing has to be waited for; None where something has to."""
+        fetching = self._parts.get(ref.part)
+        if fetching is None or not fetching.done():
+            return None
+        part = fetching.result()
+        part.check(ref)
+        return self._look(part, ref) if self._said(_record(Kind.HOLD, ref)) else None
+
+    def _look(self, part: MappedPart, ref: ArenaRef) -> memoryview:
+        """What the sender has been told that is held."""
         serial = next(self._serials)
         self._held.add(serial)
-        let_go = partial(self._let_go, part, serial, meeting.RECORD.pack(Kind.RELEASE, *names))
+        let_go = partial(self._let_go, part, serial, _record(Kind.RELEASE, ref))
         try:
             # Now that the sender knows, it counts: from here on the slot is not used again.
             part.check(ref)
@@ -153,12 +165,17 @@ class Link:
     # What the sender is told
 
     async def _say(self, record: bytes) -> None:
-        while not self._ended:
+        while not self._said(record):  # noqa: ASYNC110 - nobody is told when there is room
+            await asyncio.sleep(0.001)
+
+    def _said(self, record: bytes) -> bool:
+        """Say it; False where there is no room to."""
+        if not self._ended:
             try:
                 self._connection.send(record)
-                return
+                return True
             except BlockingIOError:  # the sender's event loop is behind by hundreds of records
-                await asyncio.sleep(0.001)
+                return False
             except OSError:
                 self._end()
         raise meeting.gone(self._name)
@@ -212,6 +229,10 @@ class Link:
     def _close_if_unused(self) -> None:
         if self._ended and not (self._held or self._unsaid or self._waiting):
             self._connection.close()
+
+
+def _record(kind: Kind, ref: ArenaRef) -> bytes:
+    return meeting.RECORD.pack(kind, ref.part, ref.slot, ref.generation)
 
 
 def _close_part(fetching: asyncio.Task[MappedPart]) -> None:

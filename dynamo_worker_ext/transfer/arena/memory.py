@@ -82,16 +82,18 @@ class OwnPart:
 
     def publish(self, slot: int, generation: int, offset: int, size: int) -> None:
         """Let receivers find what was filled in."""
-        self._table[slot, 1:] = offset, size
-        self._table[slot, 0] = generation
+        at = 3 * slot
+        self._table[at + 1] = offset
+        self._table[at + 2] = size
+        self._table[at] = generation
 
     def retract(self, slot: int) -> None:
         """Let nobody find it any more."""
-        self._table[slot, 0] = 0
+        self._table[3 * slot] = 0
 
     def generation(self, slot: int) -> int:
         """What receivers see; 0 for nothing."""
-        return int(self._table[slot, 0])
+        return self._table[3 * slot]
 
     def close(self) -> None:
         """Give up the descriptor. The memory goes with the last who has it mapped."""
@@ -151,7 +153,8 @@ class MappedPart:
             raise _no_such(ref, f"slots are 0 to {SLOTS - 1}, behind the table")
         if ref.size < 1 or ref.offset + ref.size > self.nbytes:
             raise _no_such(ref, f"the part ends at {self.nbytes}")
-        generation, offset, size = map(int, self._table[ref.slot])
+        at = 3 * ref.slot
+        generation, offset, size = self._table[at : at + 3]
         if generation != ref.generation or not generation:
             raise SegmentError(
                 f"slot {ref.part}.{ref.slot} is no longer at generation {ref.generation}: its "
@@ -262,8 +265,9 @@ class MappedPart:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def _table(memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return memory[: SLOTS * 24].view(np.uint64).reshape(SLOTS, 3)
+def _table(memory: np.ndarray[Any, Any]) -> memoryview:
+    """Three numbers a slot; each is read and written as a whole."""
+    return memory[: SLOTS * 24].data.cast("Q")
 
 
 def _populate(memory: np.ndarray[Any, Any], how: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -60,6 +60,22 @@ class ArenaReceiver(MmKwargsReceiver[ArenaRef]):
     def _size(self, ref: ArenaRef) -> int:
         return ref.size
 
+    def _receive_now(self, refs: Sequence[ArenaRef]) -> list[Received] | None:
+        if self._closed or sum([ref.size for ref in refs]) > _TURN_BYTES:
+            return None
+        views: list[memoryview] = []
+        try:
+            for ref in refs:
+                link = self._links.get(ref.socket) if ref.host_id == self._host_id else None
+                view = None if link is None else link.lease_now(ref)
+                if view is None:
+                    return None
+                views.append(view)
+            received, views = [Received(view) for view in views], []
+            return received
+        finally:
+            _release(views)
+
     async def _receive(self, refs: Sequence[ArenaRef]) -> list[Received]:
         if self._closed:
             raise TransportUnavailableError("the arena receiver is closed")
@@ -79,9 +95,7 @@ class ArenaReceiver(MmKwargsReceiver[ArenaRef]):
                     await asyncio.sleep(0)
                 views.append(await (await self._link(ref.socket)).lease(ref))
         except BaseException:
-            # Not left to the garbage collector: the error's traceback refers to this frame.
-            for view in views:
-                view.release()
+            _release(views)
             raise
         return [Received(view) for view in views]
 
@@ -102,3 +116,9 @@ class ArenaReceiver(MmKwargsReceiver[ArenaRef]):
                 continue
             self._links[name] = Link(connection, name, lambda _: self._links.pop(name, None))
         return link
+
+
+def _release(views: Iterable[memoryview]) -> None:
+    # Not left to the garbage collector: an error's traceback refers to the frame that has them.
+    for view in views:
+        view.release()

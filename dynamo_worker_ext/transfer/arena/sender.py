@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from dynamo_worker_ext.card import host_identity
 from dynamo_worker_ext.errors import SegmentError, TransportUnavailableError
@@ -27,6 +28,22 @@ from dynamo_worker_ext.wire import ArenaRef
 INLINE_BYTES: Final = 8 << 20
 
 _ROUND: Final = 2 << 20  # huge pages, where there are any
+
+
+class _Place(NamedTuple):
+    """Where a payload goes in its slot.
+
+    Attributes:
+        lead: bytes to leave before it.
+        size: its bytes.
+    """
+
+    lead: int
+    size: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[codec.Piece]) -> _Place:
+        return cls(codec.pieces_lead(pieces), codec.payload_size(pieces))
 
 
 class ArenaSender(MmKwargsSender[ArenaRef]):
@@ -88,29 +105,56 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
         """Make sure that the arena is whole; `RuntimeError` if it is not."""
         self._pool.check()
 
+    def _offer_now(self, payloads: Sequence[Sequence[codec.Piece]]) -> list[ArenaRef] | None:
+        if self._closed or self._listener is None:
+            return None
+        places = [_Place.of(pieces) for pieces in payloads]
+        if sum([place.size for place in places]) > self._inline_bytes:
+            return None
+        slots: list[Slot] = []
+        try:
+            for place in places:
+                slot = self._pool.take(place.lead + place.size)
+                if slot is None:
+                    self._end(slots)
+                    return None
+                slots.append(slot)
+            for copy in self._copies(slots, places, payloads):
+                copy()
+        except BaseException:
+            self._end(slots)
+            raise
+        return self._published(self._listener, slots, places)
+
     async def _offer(self, payloads: Sequence[Sequence[codec.Piece]]) -> list[ArenaRef]:
         if self._closed:
             raise TransportUnavailableError("the arena sender is closed")
         listener = self._listen()
+        places = [_Place.of(pieces) for pieces in payloads]
         slots: list[Slot] = []
-        places: list[tuple[int, int]] = []  # offset in the part, size
         try:
-            for pieces in payloads:
-                lead, size = codec.pieces_lead(pieces), codec.payload_size(pieces)
-                slots.append(await self._take(lead + size))
-                places.append((slots[-1].start + lead, size))
+            for place in places:
+                slots.append(await self._take(place.lead + place.size))
         except BaseException:
             self._end(slots)
             raise
         await self._fill(slots, places, payloads)
-        for slot, (offset, size) in zip(slots, places, strict=True):
+        return self._published(listener, slots, places)
+
+    def _published(
+        self, listener: Listener, slots: Sequence[Slot], places: Sequence[_Place]
+    ) -> list[ArenaRef]:
+        refs = []
+        for slot, (lead, size) in zip(slots, places, strict=True):
+            offset = slot.start + lead
             self._pool.offer(slot, offset, size, self._offer_s)
-        return [
-            ArenaRef(
-                listener.name, self._host_id, slot.part, slot.number, offset, size, slot.generation
-            )
-            for slot, (offset, size) in zip(slots, places, strict=True)
-        ]
+            refs.append(
+                ArenaRef(
+                    listener.name, self._host_id, slot.part, slot.number, offset, size,
+                    slot.generation,
+                )
+            )  # fmt: skip
+        return refs
 
     async def withdraw(self, refs: Sequence[ArenaRef]) -> None:
         """Take back what `offer` made readable. Unknown references are ignored."""
@@ -173,24 +217,34 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
             raise TransportUnavailableError("the arena sender is closed")
         self._pool.add(part)
 
+    def _copies(
+        self,
+        slots: Sequence[Slot],
+        places: Sequence[_Place],
+        payloads: Sequence[Sequence[codec.Piece]],
+    ) -> list[Callable[[], None]]:
+        """What copies payloads in, in any thread."""
+        return [
+            partial(part.fill, slot.start + place.lead, pieces)
+            for slot, place, pieces in zip(slots, places, payloads, strict=True)
+            if (part := self._pool.part(slot.part)) is not None
+        ]
+
     async def _fill(
         self,
         slots: Sequence[Slot],
-        places: Sequence[tuple[int, int]],
+        places: Sequence[_Place],
         payloads: Sequence[Sequence[codec.Piece]],
     ) -> None:
         """Copy payloads in; on failure the slots are free again when nothing writes to them."""
         stop = threading.Event()
-        parts = [self._pool.part(slot.part) for slot in slots]
+        copies = self._copies(slots, places, payloads)
 
         def copy() -> None:
-            for part, (offset, _), pieces in zip(parts, places, payloads, strict=True):
-                if part is not None and not stop.is_set():
-                    part.fill(offset, pieces)
+            for one in copies:
+                if not stop.is_set():
+                    one()
 
-        if sum(size for _, size in places) <= self._inline_bytes:
-            copy()
-            return
         copying = self._executor.submit(copy)
         try:
             await asyncio.wrap_future(copying)
