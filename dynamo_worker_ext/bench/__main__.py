@@ -128,8 +128,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             result["stall_ms"] = measurement.stalls(args.stall, max(3, args.rounds // 4))
             for way, longest in result["stall_ms"].items():
                 print(
-                    f"{way}: the event loop stood still for {median(longest):.2f} ms at the "
-                    f"longest while {args.stall:g} MB arrived; worst {max(longest):.2f} ms"
+                    f"{way}: the event loop was late by {median(longest):.2f} ms at most while "
+                    f"{args.stall:g} MB arrived; worst {max(longest):.2f} ms"
                 )
         if args.endure:
             result["growth"] = measurement.growth(args.endure)

@@ -30,6 +30,9 @@ Answer = dict[str, Any]
 _UPSTREAM: Final = "upstream-"
 _now = time.perf_counter
 
+#: How often the event loop is looked at; what epoll can tell apart.
+_TICK_S: Final = 0.001
+
 
 class Sender:
     """Offers items of one tensor, from the item as a processor makes it: encoding is part of it.
@@ -83,7 +86,8 @@ class Sender:
 
     async def copy(self, size: int) -> Answer:
         """Seconds for one copy of so many bytes in warm memory."""
-        source, target = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+        # Not zeros: what was never written is one page, however large.
+        source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
         best = []
         for _ in range(5):
             start = _now()
@@ -119,7 +123,7 @@ class Receiver:
             )
 
     async def receive(self, extra: Mapping[str, Any], tag: int, watch: bool = False) -> Answer:
-        """Seconds of each step; with `watch`, the longest turn of the event loop meanwhile.
+        """Seconds of each step; with `watch`, by how much the event loop was late meanwhile.
 
         Raises:
             RuntimeError: what came are not bytes of `tag`.
@@ -132,7 +136,7 @@ class Receiver:
         tensors = await fetch()
         received = _now()
         if watching is not None:
-            await asyncio.sleep(0)
+            await asyncio.sleep(2 * _TICK_S)
             watching.cancel()
         copying = _now()
         for tensor in tensors:
@@ -176,12 +180,12 @@ class Receiver:
         return ours
 
     async def _watch(self) -> None:
-        before = _now()
+        # Asleep in between, as a worker's loop is: one that never rests would take turns with
+        # whatever copies, at the kernel's pace.
         while True:
-            await asyncio.sleep(0)
-            now = _now()
-            self._longest = max(self._longest, now - before)
-            before = now
+            due = _now() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self._longest = max(self._longest, _now() - due)
 
     async def aclose(self) -> None:
         if not self._way.startswith(_UPSTREAM):

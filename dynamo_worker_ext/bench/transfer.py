@@ -153,7 +153,7 @@ class Way:
             end.process.send_signal(number)
 
     def round(self, size: int, items: int, *, watch: bool = False) -> tuple[list[float], float]:
-        """Seconds of each step, and the longest turn of the receiver's event loop."""
+        """Seconds of each step, and by how much the receiver's event loop was late at most."""
         offered = self.sender.ask("offer", size=size, items=items)
         there = self.receiver.ask(
             "receive", extra=offered["extra"], tag=offered["tag"], watch=watch
@@ -217,8 +217,8 @@ class Measurement:
         return list(rows.values())
 
     def stalls(self, megabytes: float, rounds: int) -> dict[str, list[float]]:
-        """Of each way, the longest turns of the receiver's event loop, in ms, while one item of
-        that size arrives."""
+        """Of each way, by how many ms the receiver's event loop was late at most while one item of
+        that size arrived."""
         result: dict[str, list[float]] = {way.name: [] for way in self.ways}
         for number in range(rounds + 2):
             for way in self._random.sample(self.ways, len(self.ways)):
