@@ -49,6 +49,8 @@ class Config:
         served_names: the model's name and its aliases.
         frontend_decoding: the Rust frontend decodes media.
         lora_modules: adapters that are served from the start.
+        kv_timeout_s: of a decode worker, seconds of nothing but waiting for KV after which its
+            engine counts as broken; 0 for never.
         runtime: Dynamo's runtime configuration.
     """
 
@@ -58,6 +60,7 @@ class Config:
     served_names: tuple[str, ...]
     frontend_decoding: bool
     lora_modules: tuple[LoraModule, ...]
+    kv_timeout_s: float
     runtime: DynamoRuntimeConfig
 
 
@@ -104,7 +107,17 @@ def build_parsers() -> tuple[argparse.ArgumentParser, FlexibleArgumentParser]:
         metavar="NAME=PATH",
         help="LoRA adapters to serve, each as a model of its own name. Needs --enable-lora.",
     )
-    add_worker_arguments(parser)
+    own = add_worker_arguments(parser)
+    add_argument(
+        own,
+        flag_name="--kv-timeout",
+        env_var="DYN_KV_TIMEOUT",
+        default=60.0,
+        arg_type=float,
+        help="Decode workers: seconds in which the engine does nothing but wait for prefill's KV, "
+        "after which the worker leaves, so that its requests end and it can be started anew; 0 "
+        "for never.",
+    )
 
     engine_parser = FlexibleArgumentParser(prog=PROG, add_help=False)
     AsyncEngineArgs.add_cli_args(engine_parser, async_args_only=False)
@@ -144,6 +157,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     if not args.enable_multimodal:
         engine_args.language_model_only = True
 
+    if not args.kv_timeout >= 0:
+        raise StartupError(f"--kv-timeout is {args.kv_timeout}; it must not be negative")
     loras = tuple(lora_module(text) for text in args.lora_modules)
     if loras and not engine_args.enable_lora:
         raise StartupError("--lora-modules needs --enable-lora")
@@ -161,5 +176,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         served_names=tuple(served),
         frontend_decoding=args.frontend_decoding,
         lora_modules=loras,
+        kv_timeout_s=args.kv_timeout,
         runtime=runtime,
     )

@@ -251,7 +251,18 @@ class VllmWorker(MediaWorker):
         return self._canary
 
     def engine_is_dead(self) -> bool:
-        return self._llm is not None and self._llm.errored
+        return self._llm is not None and (self._llm.errored or self._waits_in_vain())
+
+    def why_dead(self) -> str:
+        if self._waits_in_vain():
+            return (
+                f"no KV has come from any prefill worker for {self._config.kv_timeout_s:g} s "
+                "(--kv-timeout): NIXL is stuck, or the network"
+            )
+        return super().why_dead()
+
+    def _waits_in_vain(self) -> bool:
+        return self._decodes and 0 < self._config.kv_timeout_s < self._snapshots.waited_s
 
     def holds_kv(self) -> bool:
         return self._prefills and self._snapshots.holds_blocks
@@ -316,6 +327,8 @@ class VllmWorker(MediaWorker):
         if given is not None:
             outcome = Outcome.CONTINUED if given.media else Outcome.TEXT
         try:
+            if given is not None and given.kv is not None and self._uses_nixl:
+                await handoff.check_source(given.kv)
             async for chunk in self.run(EnginePrompt(prompt), call, context, may_resend=False):
                 if outcome is not None:  # with the first chunk: the KV is here
                     self.metrics.requests.labels(outcome, "none").inc()

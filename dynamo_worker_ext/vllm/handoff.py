@@ -8,6 +8,7 @@ the item itself is ended by `dynamo_worker_ext.vllm.scheduler`.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -42,6 +43,9 @@ _DTYPES: Final[Mapping[Dtype, torch.dtype]] = {
     "float64": torch.float64,
 }
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+
+#: Seconds that a prefill worker may take to answer.
+_ANSWER_S: Final = 5.0
 
 #: Items whose facts are kept before it is looked which of them are still needed.
 _FIRST_PRUNE: Final = 1024
@@ -128,6 +132,36 @@ def engine_input(handoff: Handoff, media: VllmMedia) -> dict[str, Any]:
             prompt["mm_hashes"][item.modality].append(item.mm_hash)
             prompt["mm_placeholders"][item.modality].append(placeholder_range(item.placeholder))
     return prompt
+
+
+async def check_source(kv: Mapping[str, Any]) -> None:
+    """Make sure that the prefill worker which holds the KV still serves NIXL's side channel.
+
+    A read from one that has just been killed does not always fail: UCX (NIXL 1.4.1) at times ends
+    the reading engine's process, or keeps a lock that this and every later read waits for.
+
+    Args:
+        kv: what vLLM's NIXL connector needs to read it, as `wire.parse_handoff` has checked it.
+
+    Raises:
+        HandoffError: nobody answers there.
+    """
+    host, port = kv["remote_host"], kv["remote_port"]
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                # ZeroMQ greets whoever connects. That a connection is accepted says nothing: the
+                # system does that for a process that is being torn down, too.
+                await reader.readexactly(1)
+            finally:
+                writer.close()
+    except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is an OSError
+        raise HandoffError(
+            f"the prefill worker that has the KV of the prompt is gone: {host} port {port} does "
+            "not answer; send the request again",
+            reason="kv",
+        ) from error
 
 
 def _facts(item: MultiModalKwargsItem) -> dict[str, Fact]:

@@ -1,7 +1,9 @@
-"""KV cache use of each rank, for the SDK's gauges, the router's idea of the load, and the drain."""
+"""What each rank's scheduler says, for the SDK's gauges, the router's idea of the load, the drain
+and the watchdog."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from dynamo.common.backend.publisher import ComponentSnapshot
@@ -18,6 +20,8 @@ class Snapshots:
     def __init__(self) -> None:
         self.publisher: Any = None
         self._held: dict[int, bool] = {}
+        self._waited: dict[int, float] = {}
+        self._waiting_at: dict[int, float] = {}
 
     @property
     def holds_blocks(self) -> bool:
@@ -27,9 +31,26 @@ class Snapshots:
         """
         return any(self._held.values())
 
-    def note(self, rank: int, kv_cache_usage: float) -> None:
-        """Remember what a rank uses, as a share of its blocks."""
-        self._held[rank] = kv_cache_usage > 0
+    @property
+    def waited_s(self) -> float:
+        """Seconds that a decode engine's rank has done nothing but wait for KV since it last ran
+        anything; of several ranks the most.
+
+        An engine that waits for KV keeps stepping. Time in which it has no request does not count.
+        """
+        return max(self._waited.values(), default=0.0)
+
+    def note(self, rank: int, stats: Any) -> None:
+        """Remember what a rank's scheduler says of itself."""
+        self._held[rank] = stats.kv_cache_usage > 0
+        now, before = time.monotonic(), self._waiting_at.pop(rank, None)
+        if stats.num_running_reqs:
+            self._waited[rank] = 0.0
+        elif stats.num_skipped_waiting_reqs and self._held[rank]:
+            # What waits for KV has its blocks; what waits for a grammar to compile has none.
+            if before is not None:
+                self._waited[rank] = self._waited.get(rank, 0.0) + now - before
+            self._waiting_at[rank] = now
 
     def logger(self, vllm_config: Any, rank: int = 0) -> StatLoggerBase:
         """A stat logger for one rank, in the form `AsyncLLM` asks for."""
@@ -46,7 +67,7 @@ class _Logger(StatLoggerBase):
         publisher = self._snapshots.publisher
         if scheduler_stats is None:
             return
-        self._snapshots.note(self._rank, scheduler_stats.kv_cache_usage)
+        self._snapshots.note(self._rank, scheduler_stats)
         if publisher is None:
             return
         blocks = self._config.cache_config.num_gpu_blocks or 0

@@ -79,6 +79,10 @@ class Worker(LLMEngine):
     def engine_is_dead(self) -> bool:
         """Whether the engine has failed for good. Cheap; never raises."""
 
+    def why_dead(self) -> str:
+        """What the log says once the engine is dead."""
+        return "the engine died"
+
     def holds_kv(self) -> bool:
         """Whether a prefill worker's engine still keeps KV that decode is to take. Cheap."""
         return False
@@ -148,7 +152,7 @@ class Worker(LLMEngine):
     async def _watch(self) -> None:
         while not self.engine_is_dead():  # noqa: ASYNC110 - the engine sets no event
             await asyncio.sleep(_WATCH_INTERVAL_S)
-        self.fail("the engine died")
+        self.fail(self.why_dead())
 
     def fail(self, why: str) -> None:
         """Leave for good: out of discovery at once, then exit with a status that is not 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from dynamo_worker_ext.errors import (
 from dynamo_worker_ext.vllm import handoff, scheduler
 from dynamo_worker_ext.vllm.handoff import ItemFacts, engine_input
 from dynamo_worker_ext.vllm.reference import FieldReference, ItemReference
+from dynamo_worker_ext.vllm.stats import Snapshots
 from dynamo_worker_ext.wire import Fact, HandedItem, Handoff, Placeholder
 
 HASH = "cd" * 32
@@ -178,3 +180,66 @@ def test_a_decode_engine_schedules_no_media(asynchronous: bool, chosen: str) -> 
     assert config.scheduler_cls == f"dynamo_worker_ext.vllm.scheduler.{chosen}"
     with pytest.raises(ValueError, match="--scheduler-cls"):
         scheduler.have_no_media(config)
+
+
+# Whether prefill is there.
+
+
+async def test_a_prefill_worker_that_greets_is_there() -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xff")
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await handoff.check_source({"remote_host": "127.0.0.1", "remote_port": port})
+
+
+@pytest.mark.parametrize("says", ["nothing", "end", "no listener"])
+async def test_a_prefill_worker_that_says_nothing_is_gone(
+    says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its connections are accepted, as they are while a killed process is torn down."""
+    monkeypatch.setattr(handoff, "_ANSWER_S", 0.1)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if says == "nothing":
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    if says == "no listener":
+        server.close()
+    with pytest.raises(HandoffError, match="is gone") as caught:
+        await handoff.check_source({"remote_host": "127.0.0.1", "remote_port": port})
+    assert caught.value.reason == "kv"
+    server.close()
+
+
+def test_only_waiting_for_kv_counts_as_waiting_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots, now = Snapshots(), 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def step(seconds: float, *, running: int = 0, deferred: int = 0, used: float = 0.1) -> float:
+        nonlocal now
+        now += seconds
+        stats = SimpleNamespace(
+            kv_cache_usage=used,
+            num_running_reqs=running,
+            num_skipped_waiting_reqs=deferred,
+        )
+        snapshots.note(0, stats)
+        return snapshots.waited_s
+
+    assert step(1) == 0
+    assert step(5, deferred=1) == 0
+    assert step(5, deferred=1) == 5
+    assert step(5, used=0.0) == 5  # the client has given up
+    assert step(1000, deferred=1) == 5  # the next one comes
+    assert step(2, deferred=2) == 7
+    assert step(1, running=1, deferred=2) == 0  # its KV is here
+    assert step(9, deferred=1) == 0
+    assert step(9, deferred=1) == 9
+    assert step(1, running=1) == 0
+    assert step(9, deferred=1, used=0.0) == 0
+    assert step(9, deferred=1, used=0.0) == 0  # a grammar takes its time
