@@ -3,7 +3,8 @@
 ``ENGINE:test_processed_images_total`` counts images and videos that the Hugging Face processors
 were given in the worker process, ``ENGINE:test_requests_with_raw_media_total`` requests that
 carried raw media; for SGLang ``sglang:test_running_requests`` says what its scheduler works on, and
-``sglang:test_hashed_media_total`` how many items its tokenizer manager hashed all bytes of. Nothing
+``sglang:test_hashed_media_total`` how many items its tokenizer manager hashed all bytes of, and
+``sglang:test_positioned_prompts_total`` for how many prompts it computed M-RoPE positions. Nothing
 else is changed.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,10 +25,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 # Here, so that the engine's processes have it too: they import what their parent was started with.
 if importlib.util.find_spec("dwe_nixl_dram"):
     importlib.import_module("dwe_nixl_dram")
+if os.environ.get("DWE_TESTS_UNPINNED"):
+    importlib.import_module("tests.unpinned")
 
 RUNNING = "sglang:test_running_requests"
 PROCESSED = ":test_processed_images_total"
 HASHED = "sglang:test_hashed_media_total"
+POSITIONED = "sglang:test_positioned_prompts_total"
 WITH_RAW = ":test_requests_with_raw_media_total"
 
 
@@ -112,6 +117,40 @@ def count_hashed_media() -> None:
     REGISTRY.register(hashed)
 
 
+def count_positioned_prompts() -> None:
+    """Show for how many prompts SGLang computed M-RoPE positions in this process."""
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
+
+    positioned = Count(POSITIONED)
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            positioned.add(made is not None)
+            return made
+
+        return call
+
+    from_offsets = QwenVLImageProcessor._compute_image_only_mrope_positions_from_offsets
+    QwenVLImageProcessor._compute_image_only_mrope_positions_from_offsets = counted(from_offsets)
+    MRotaryEmbedding.get_rope_index = staticmethod(counted(MRotaryEmbedding.get_rope_index))
+    REGISTRY.register(positioned)
+
+
+def count_in_other_processes(processed: Count) -> None:
+    """Count images that SGLang has processed outside of this process, as it does for LLaVA."""
+    from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
+
+    process = LlavaImageProcessor._process_single_image
+
+    async def counted(*args: Any) -> Any:
+        processed.add(1)
+        return await process(*args)
+
+    LlavaImageProcessor._process_single_image = counted
+
+
 class Running:
     """Requests that SGLang's scheduler works on, as a Prometheus collector.
 
@@ -148,5 +187,8 @@ if __name__ == "__main__":
     if engine == "sglang":
         REGISTRY.register(Running())
         count_hashed_media()
-    with counted_images(engine):
+        count_positioned_prompts()
+    with counted_images(engine) as processed:
+        if engine == "sglang":
+            count_in_other_processes(processed)
         importlib.import_module(f"dynamo_worker_ext.{engine}.__main__").main()

@@ -6,6 +6,10 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from dynamo_worker_ext.sglang.features import Features
+from dynamo_worker_ext.sglang.llava import LlavaImage
+
+#: What is kept of one item.
+Kept = Features | LlavaImage
 
 
 class FeatureCacheStatistics(NamedTuple):
@@ -27,20 +31,20 @@ class FeatureCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[str, str], Features] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], Kept] = OrderedDict()
         self._bytes = 0
 
     def __contains__(self, key: tuple[str, str]) -> bool:
         return key in self._entries
 
-    def get(self, key: tuple[str, str]) -> Features | None:
+    def get(self, key: tuple[str, str]) -> Kept | None:
         """What is kept under (scope, mm_hash), which is from now on the newest."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
-    def put(self, key: tuple[str, str], features: Features) -> None:
+    def put(self, key: tuple[str, str], features: Kept) -> None:
         """Keep `features`, unless they alone are larger than the cache."""
         if features.nbytes > self._max_bytes:
             return

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from dynamo_worker_ext.errors import InvalidTransferError
@@ -241,6 +242,38 @@ class FeatureReader:
         else:
             pixels = pixels.to(self.dtype, copy=True)
         return replace(features, pixels=pixels, tokens=tuple(tokens))
+
+    def positions(self, length: int, first: int, image: Features) -> dict[str, torch.Tensor]:
+        """The M-RoPE positions of a prompt whose only item is an image, under SGLang's names.
+
+        Text counts on by one in all three directions. The image's tokens lie on their grid, which
+        begins where the text before it ends; the text behind it begins after the longer side.
+
+        Args:
+            length: of the expanded prompt.
+            first: index of the image's first token.
+            image: its features.
+
+        Returns:
+            Positions, [3, length] int64, and by how much the next token's is not `length`, [1, 1];
+            nothing for an image of several frames, which is left to SGLang.
+        """
+        time, height, width = image.grid[0].tolist()
+        if time != 1:
+            return {}
+        rows, columns = height // self._merge, width // self._merge
+        end = first + rows * columns
+        behind = first + max(rows, columns) - end
+        positions = np.tile(np.arange(length), (3, 1))
+        grid = positions[:, first:end].reshape(3, rows, columns)
+        grid[0] = first
+        grid[1] = np.arange(first, first + rows)[:, None]
+        grid[2] = np.arange(first, first + columns)
+        positions[:, end:] += behind
+        return {
+            "mrope_positions": torch.from_numpy(positions),
+            "mrope_position_delta": torch.tensor([[behind]]),
+        }
 
     def _grid(self, name: str, data: object) -> list[int]:
         grid = _tensor(name, data)

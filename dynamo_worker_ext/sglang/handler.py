@@ -34,7 +34,7 @@ from dynamo_worker_ext.sglang.engine import launch, shut_down
 from dynamo_worker_ext.sglang.errors import as_ours
 from dynamo_worker_ext.sglang.identity import canary_request, find_support, routes_exactly
 from dynamo_worker_ext.sglang.media import EngineInput, SglangMedia
-from dynamo_worker_ext.sglang.probe import HashSupport
+from dynamo_worker_ext.sglang.probe import HashSupport, provisional_identity
 from dynamo_worker_ext.sglang.sampling import EngineCall, SamplingContext, build_call
 from dynamo_worker_ext.sglang.stats import LoadReporter
 from dynamo_worker_ext.worker import MediaWorker
@@ -348,16 +348,15 @@ class SglangWorker(MediaWorker):
 
     def _with_safe_hashes(self, given: EngineInput) -> EngineInput:
         hashes = given.pop("mm_hashes", None)
-        data = (given.get("image_data") or given.get("video_data") or [None])[0]
+        media = [*given.get("image_data", ()), *given.get("video_data", ())]
+        processed = [data for data in media if isinstance(data, dict)]
         support = self._support
-        processed = isinstance(data, dict)
         if hashes and (support.processed if processed else support.raw):
             given["mm_hashes"] = hashes
             support.teach(self._wide_pads, hashes)
-            if processed and len(hashes) == 1:
-                # Before the engine computes one of all its bytes, 0.7 ms a MB, which the caller's
-                # would then replace. Of several items it forgets what it is given here.
-                data["hash"] = int(hashes[0], 16)
+            identity = provisional_identity(hashes) if processed else {}
+            for data in processed:
+                data.update(identity)
         return given
 
     async def run(

@@ -28,7 +28,7 @@ async def find_support(engine: Any, media: SglangMedia) -> HashSupport:
     """
     if not media.limits.get("image"):
         return await probe(engine, None, None)
-    raw = {"input_ids": _image_prompt(engine), "image_data": [known_image()]}
+    raw = {"input_ids": _image_prompt(engine, media), "image_data": [known_image()]}
     try:
         tokenized = await tokenize(engine.tokenizer_manager, raw)
     except Exception as error:  # whatever a model's processor may raise
@@ -58,9 +58,10 @@ async def routes_exactly(
     # Another hash at each start, so that nothing cached can stand in for an answer.
     mm_hash = secrets.token_hex(8)
     # The first block with image tokens is complete.
-    prompt = _image_prompt(engine) + _image_prompt(engine)[-1:] * page_size
+    prompt = _image_prompt(engine, media)
+    prompt += prompt[-1:] * page_size
     raw = {"input_ids": prompt, "image_data": [known_image()], "mm_hashes": [mm_hash]}
-    tokens = list((await tokenize(engine.tokenizer_manager, raw)).input_ids)
+    tokens = media.expanded((await tokenize(engine.tokenizer_manager, raw)).input_ids)
     media_token = media.tokens["image"]
     offset, length = tokens.index(media_token), tokens.count(media_token)
     expected = routing_tokens(tokens, [(mm_hash, Placeholder(offset, length))])
@@ -95,15 +96,16 @@ def canary_request(engine: Any, media: SglangMedia) -> dict[str, Any]:
     payload = build_health_check_payload(
         bos_token_id=1,
         extras={
-            "token_ids": _image_prompt(engine),
+            "token_ids": _image_prompt(engine, media),
             "multi_modal_data": {"image_url": [{"Url": uri}]},
         },
     )
     return payload
 
 
-def _image_prompt(engine: Any) -> list[int]:
-    """A prompt with the placeholder of one image."""
+def _image_prompt(engine: Any, media: SglangMedia) -> list[int]:
+    """A prompt with the placeholder of one image; a token of text or of a frame comes last."""
     manager = engine.tokenizer_manager
-    text = manager.mm_processor.mm_tokens.image_token
-    return list(manager.tokenizer.encode(text, add_special_tokens=False))
+    if (known := getattr(manager.mm_processor, "mm_tokens", None)) is None:
+        return [media.tokens["image"], 0]
+    return list(manager.tokenizer.encode(known.image_token, add_special_tokens=False))

@@ -17,8 +17,9 @@ from dynamo_worker_ext.errors import (
     StrayPlaceholderError,
 )
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.sglang.cache import FeatureCache
+from dynamo_worker_ext.sglang.cache import FeatureCache, Kept
 from dynamo_worker_ext.sglang.features import FeatureReader, Features, bundle
+from dynamo_worker_ext.sglang.llava import MAX_IMAGES, LlavaForm, LlavaImage
 from dynamo_worker_ext.sglang.videos import as_video
 from dynamo_worker_ext.transfer.kwargs import KwargsItem
 from dynamo_worker_ext.wire import MODALITIES, MediaItem, MediaRequest, Modality, Transfer
@@ -62,6 +63,7 @@ class SglangMedia:
         self.media_tokens = media_token_ids(config.hf_config)
         self.cache = FeatureCache(cache_bytes)
         self._reader: FeatureReader | None = None
+        self._llava = LlavaForm.of(config.hf_config)
         self.limits: Mapping[Modality, int] = {}
         self.tokens: dict[Modality, int] = {}
         if processor is None:
@@ -72,7 +74,10 @@ class SglangMedia:
             token = getattr(known, f"{modality}_token_id", None)
             if token is not None:
                 self.tokens[modality] = token
-        self.limits = {m: limits.get(m, MAX_ITEMS) for m in self.tokens if limits.get(m) != 0}
+        most = MAX_ITEMS
+        if self._llava is not None:
+            self.tokens["image"], most = self._llava.token, MAX_IMAGES
+        self.limits = {m: min(limits.get(m, most), most) for m in self.tokens if limits.get(m) != 0}
         image_processor = getattr(processor._processor, "image_processor", None)
         if image_processor is not None:
             self._reader = FeatureReader.of(config.hf_config, image_processor, config.dtype)
@@ -156,7 +161,7 @@ class SglangMedia:
         tokens = transfer.expanded_token_ids
         check_stray(tokens, [item.placeholder for item in transfer.items], self.media_tokens)
         with self._metrics.stage("inject"):
-            features = []
+            features: list[Kept] = []
             for item, payload in zip(transfer.items, payloads, strict=True):
                 key, where = _key(scope, item.mm_hash), item.placeholder
                 span = tokens[where.offset : where.end]
@@ -231,6 +236,10 @@ class SglangMedia:
 
         manager._tokenize_one_request = watched
 
+    def expanded(self, token_ids: Sequence[int]) -> list[int]:
+        """The engine's prompt as its scheduler has it."""
+        return list(token_ids) if self._llava is None else self._llava.expand(token_ids)
+
     def processed(self, mm_items: Sequence[Any], token_ids: Sequence[int]) -> EngineInput | None:
         """What SGLang made of raw images, as if it had come processed; None if it cannot be."""
         made = [("", features) for _, features in self._made(mm_items, token_ids)]
@@ -240,35 +249,38 @@ class SglangMedia:
         del given["mm_hashes"]
         return given
 
-    def _made(
-        self, mm_items: Sequence[Any], token_ids: Sequence[int]
-    ) -> list[tuple[Any, Features]]:
+    def _made(self, mm_items: Sequence[Any], token_ids: Sequence[int]) -> list[tuple[Any, Kept]]:
         """Features of the engine's own items, for those that can be kept."""
+        made = [(item, self._kept(item, token_ids)) for item in mm_items]
+        return [(item, features) for item, features in made if features is not None]
+
+    def _kept(self, item: Any, token_ids: Sequence[int]) -> Kept | None:
+        if self._llava is not None:
+            return self._llava.image(item)
         if self._reader is None:
-            return []
-        names, result = self._reader.fields["image"], []
-        for item in mm_items:
-            grid, pixels = item.model_specific_data.get(names.grid), item.feature
-            if (
-                item.modality == EngineModality.IMAGE
-                and isinstance(pixels, torch.Tensor)
-                and pixels.device.type == "cpu"
-                and grid is not None
-                and len(item.offsets) == 1
-            ):
-                ((first, last),) = item.offsets
-                span = tuple(token_ids[first : last + 1])
-                # A copy: several items may be views of one tensor, which would stay whole.
-                pixels = pixels.to(self._reader.dtype, copy=True)
-                result.append((item, Features("image", pixels, grid.reshape(1, 3), span, {})))
-        return result
+            return None
+        names, pixels = self._reader.fields["image"], item.feature
+        grid = item.model_specific_data.get(names.grid)
+        if (
+            item.modality != EngineModality.IMAGE
+            or not isinstance(pixels, torch.Tensor)
+            or pixels.device.type != "cpu"
+            or grid is None
+            or len(item.offsets) != 1
+        ):
+            return None
+        ((first, last),) = item.offsets
+        span = tuple(token_ids[first : last + 1])
+        # A copy: several items may be views of one tensor, which would stay whole.
+        pixels = pixels.to(self._reader.dtype, copy=True)
+        return Features("image", pixels, grid.reshape(1, 3), span, {})
 
     async def _normalised(self, features: Features, span: Sequence[int]) -> Features:
         if features.pixels.nbytes < _INLINE_BYTES:
             return self.reader.normalised(features, span)
         return await asyncio.to_thread(self.reader.normalised, features, span)
 
-    def _held(self, key: tuple[str, str]) -> Features:
+    def _held(self, key: tuple[str, str]) -> Kept:
         if (features := self.cache.get(key)) is None:
             raise CacheMissError([key[1]])
         return features
@@ -298,27 +310,31 @@ class SglangMedia:
                 tokens.append(token)
         return self._input(tokens, [one for items in named.values() for one in items])
 
-    def _input(self, tokens: Sequence[int], named: Sequence[tuple[str, Features]]) -> EngineInput:
+    def _input(self, tokens: Sequence[int], named: Sequence[tuple[str, Kept]]) -> EngineInput:
         # The engine numbers items by modality first; within one they are in prompt order already.
         ordered = sorted(named, key=lambda one: MODALITIES.index(one[1].modality))
         ids = list(tokens)
-        given = {
+        given: EngineInput = {
             "input_ids": ids,
-            **bundle([features for _, features in ordered], self.reader.fields),
             "mm_hashes": [mm_hash[:16] for mm_hash, _ in ordered],
         }
-        if len(ordered) == 1 and ordered[0][1].modality == "image":
-            # SGLang looks for it with torch, which costs ten times as much.
-            token = self.tokens["image"]
+        if images := [one for _, one in ordered if isinstance(one, LlavaImage)]:
+            return given | {"image_data": [image.argument() for image in images]}
+        features = [one for _, one in ordered if isinstance(one, Features)]
+        given |= bundle(features, self.reader.fields)
+        if len(features) == 1 and features[0].modality == "image":
+            # SGLang finds both with torch, a step at a time, which costs ten times as much.
+            token, data = self.tokens["image"], given["image_data"][0]
             first, count = ids.index(token), ids.count(token)
             if ids[first : first + count].count(token) == count:
-                given["image_data"][0]["offsets"] = [(first, first + count - 1)]
+                data["offsets"] = [(first, first + count - 1)]
+                data.update(self.reader.positions(len(ids), first, features[0]))
         return given
 
     def _check_placeholders(
         self, request: MediaRequest, raw: Mapping[Modality, Sequence[Any]]
     ) -> None:
-        if self._reader is None:  # how another family's prompt names its media is not known here
+        if self._reader is None and self._llava is None:  # what stands for it there is not known
             return
         for modality, token in self.tokens.items():
             found, items = request.token_ids.count(token), len(raw.get(modality, ()))
@@ -334,9 +350,7 @@ class SglangMedia:
                 )
 
 
-def _check_kinds(
-    mm_hashes: Sequence[str], features: Sequence[Features], held: Sequence[bool]
-) -> None:
+def _check_kinds(mm_hashes: Sequence[str], features: Sequence[Kept], held: Sequence[bool]) -> None:
     """Have a request whose items came in two ways come again, as SGLang takes no embeddings of an
     encode worker beside pixels.
 

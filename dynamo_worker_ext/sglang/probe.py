@@ -11,14 +11,19 @@ from __future__ import annotations
 import inspect
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, Final
 
 from PIL import Image
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
 
 from dynamo_worker_ext.hashing import pad_value, wide_pad_values
 from dynamo_worker_ext.kv_events import WidePads
@@ -168,6 +173,26 @@ def rebuild_padded_ids(manager: Any) -> None:
         return tokenized
 
     manager._tokenize_one_request = consistent
+
+
+def provisional_identity(mm_hashes: Sequence[str]) -> dict[str, int]:
+    """What keeps SGLang from hashing all bytes of processed media, 0.7 ms a MB, before it gives
+    each item the caller's hash: one identity for all that comes in one dict.
+
+    Where it does not take the dict apart it keeps this, so that it stands for just these items.
+
+    Args:
+        mm_hashes: of all items of the request, 16 hex characters each.
+
+    Returns:
+        Entries of the dict.
+    """
+    identity = mm_hashes[0]
+    if len(mm_hashes) > 1:
+        identity = blake2b("".join(mm_hashes).encode(), digest_size=8).hexdigest()
+    item = MultimodalDataItem(modality=Modality.IMAGE)
+    item.set_hash(int(identity, 16))
+    return {"hash": item.hash, "pad_value": item.pad_value}
 
 
 def known_image() -> Image.Image:

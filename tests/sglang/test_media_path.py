@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.counted_worker import HASHED, PROCESSED
+from tests.counted_worker import HASHED, POSITIONED, PROCESSED
 from tests.direct import DirectClient, FrontendDouble, Rendered, Reply, Segments, request
 from tests.engines import SGLANG
 from tests.pictures import picture
@@ -108,6 +108,7 @@ def test_it_answers_as_from_raw_media_without_processing(worker: Worker) -> None
     rendered = worker.front.render([picture()])
     raw = worker.raw(rendered, "raw")
     assert (raw.outcome, raw.processed) == ("raw", 1)
+    assert raw.change.total(POSITIONED) == 1
     moved = worker.transfer(rendered, "moved")
     assert (moved.outcome, moved.processed) == ("received", 0)
     assert moved.read_bytes == len(rendered.items[0].payload)
@@ -116,6 +117,7 @@ def test_it_answers_as_from_raw_media_without_processing(worker: Worker) -> None
     # All of the prompt was computed: the answer is not what the first one left cached.
     assert moved.reply.cached_tokens == raw.reply.cached_tokens == 0
     assert moved.change.total(HASHED) == 0, "the frontend has hashed it"
+    assert moved.change.total(POSITIONED) == 0
 
 
 def test_a_repeat_is_neither_read_nor_processed(worker: Worker) -> None:
@@ -138,6 +140,7 @@ def test_several_images_keep_their_order(worker: Worker) -> None:
         salt = secrets.token_hex(4)
         moved = worker.transfer(rendered, salt)
         assert (moved.outcome, moved.processed) == ("received", 0)
+        assert moved.change.total(HASHED) == 0
         assert moved.tokens == worker.raw(rendered, salt + "raw").tokens
         assert worker.transfer(rendered, salt).outcome == "hit"
 
@@ -178,6 +181,7 @@ def test_a_video_is_taken_as_it_was_processed(worker: Worker) -> None:
     }
     first = worker.send(body)
     assert (first.outcome, len(first.tokens)) == ("received", 8)
+    assert first.change.total(HASHED) == 0
     again = worker.send(copy.deepcopy(body))
     assert again.outcome == "hit"
     assert again.tokens == first.tokens

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModel
 
 from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.sglang.cache import FeatureCache
@@ -100,6 +102,36 @@ def test_the_placeholder_has_room_for_exactly_what_the_grid_makes() -> None:
             reader().read(item(length), payload())
     masked = Placeholder(3, 4, (True, False, True, False))
     reader().read(MediaItem("image", "ab" * 8, masked), payload())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 10), (10, 4)])
+@pytest.mark.parametrize(("before", "behind"), [(0, 0), (1, 0), (5, 3)])
+def test_positions_are_those_of_the_model(
+    family: str, height: int, width: int, before: int, behind: int
+) -> None:
+    count = height * width // 4
+    kinds = torch.tensor([[0] * before + [1] * count + [0] * behind])
+    grid = torch.tensor([[1, height, width]])
+    expected, delta = model(family).get_rope_index(kinds, kinds, image_grid_thw=grid)
+    image = Features("image", torch.empty(0), grid, (), {})
+    made = reader(family).positions(kinds.shape[1], before, image)
+    assert torch.equal(made["mrope_positions"], expected.squeeze(1))
+    assert torch.equal(made["mrope_position_delta"], delta)
+
+
+def test_positions_of_an_image_of_several_frames_are_left_to_the_engine() -> None:
+    image = Features("image", torch.empty(0), torch.tensor([[2, 4, 4]]), (), {})
+    assert reader().positions(16, 0, image) == {}
+
+
+@cache
+def model(family: str) -> Any:
+    """The family's own model, without weights."""
+    config = AutoConfig.for_model(family)
+    config.text_config.num_hidden_layers = config.vision_config.depth = 1
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
 
 
 def test_unknown_modalities_are_refused() -> None:
