@@ -159,6 +159,12 @@ class Process:
         if self.alive:
             os.kill(self.pid, number)
 
+    def signal_all(self, number: int) -> None:
+        """Signal every living process of its group."""
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def wait(self, timeout: float) -> int:
         """Its exit status.
 
@@ -199,12 +205,10 @@ class Process:
     def kill(self) -> None:
         """Kill it and all of its group, and remove the shared memory of engines among them."""
         assert self.popen is not None
-        members = self.members()
         # What would have removed it is killed as well.
-        segments = {name for pid in members for name in _mapped(pid) if name.startswith("psm_")}
-        for pid in members:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        mapped = [name for pid in self.members() for name in _mapped(pid)]
+        segments = {name for name in mapped if name.startswith("psm_")}
+        self.signal_all(signal.SIGKILL)
         self.popen.wait()
         for name in segments:
             Path("/dev/shm", name).unlink(missing_ok=True)
@@ -469,6 +473,7 @@ class Stack:
         workers: how many to start.
         engine: of the workers; frontends run in this environment.
         block: tokens of a block.
+        ranks: data-parallel ones of each worker.
         worker_args: appended to the engine's arguments.
         worker_env: added to what every worker gets.
         module: what a worker is; see `tests.counted_worker`.
@@ -483,6 +488,7 @@ class Stack:
     workers: int = 2
     engine: Engine = VLLM
     block: int = BLOCK
+    ranks: int = 1
     worker_args: Sequence[str] = ()
     worker_env: Mapping[str, str] = field(default_factory=dict)
     module: str = "tests.counted_worker"
@@ -630,8 +636,8 @@ class Stack:
             if one.value
         ]
         expected = {
-            "registered": sum(role in ROUTED_BY_LOAD for role in alive),
-            "event sources": sum(role in ROUTED_BY_CACHE for role in alive),
+            "registered": self.ranks * sum(role in ROUTED_BY_LOAD for role in alive),
+            "event sources": self.ranks * sum(role in ROUTED_BY_CACHE for role in alive),
             "discovered": len(alive),
         }
         found = {

@@ -10,36 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from tests.adapters import make_adapter
 from tests.stack import Answer, FrontendSpec, Stack, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT = "the quick brown fox jumps over the lazy dog and asks what is in this picture " * 3
 FRONTENDS = ("vllm", "rust")
-
-
-def make_adapter(model: Path, folder: Path) -> None:
-    """A LoRA adapter with large random weights, in the form that PEFT writes."""
-    config = json.loads((model / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    width = config.get("head_dim") or hidden // heads
-    random = torch.Generator().manual_seed(1)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(8, hidden, generator=random)
-        weights[f"{name}.lora_B.weight"] = torch.randn(heads * width, 8, generator=random)
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(
-        json.dumps(
-            {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
-             "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base"}
-        )
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

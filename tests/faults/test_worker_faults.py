@@ -149,9 +149,11 @@ def test_an_unreadable_segment_is_answered_by_another_worker(stack: Stack) -> No
     assert served.by("outcome", outcomes) == {"received": 1}
     failures = "dynamo_worker_ext_mm_transfer_failures_total"
     assert set(lost.by("reason", failures)) == {"segment_missing"}
-    # The answer is that of the picture: the same as from its URL.
+    # The answer is that of the picture: the same as from its URL. After so much text the tiny model
+    # says the same of two pictures now and then.
     assert answer.text == stack.chat("rust", [text, uri]).text
-    assert answer.text != stack.chat("rust", [text, part(data_uri(picture()))]).text
+    others = [part(data_uri(picture())) for _ in range(5)]
+    assert any(answer.text != stack.chat("rust", [text, other]).text for other in others)
 
 
 def test_an_unreadable_segment_is_an_error_where_nobody_else_may_try(stack: Stack) -> None:
