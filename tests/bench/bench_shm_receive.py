@@ -26,7 +26,7 @@ from dynamo_worker_ext.transfer import Limits, codec
 from dynamo_worker_ext.transfer.shm import ShmReceiver
 from dynamo_worker_ext.wire import ShmRef
 
-MEGABYTES = (1.2, 6.4, 25.0, 50.0)
+MEGABYTES = (1.2, 4.0, 8.0, 25.0, 50.0)
 
 
 def item(megabytes: float, dtype: torch.dtype) -> MultiModalKwargsItem:
