@@ -27,18 +27,18 @@ from dynamo_worker_ext.kv_events.frames import (
 )
 from dynamo_worker_ext.kv_events.normalize import (
     CACHE_SALT_PREFIX,
+    MAIN_KINDS,
     Normalizer,
     NormalizerStatistics,
-    RemovedBlocks,
-    RouterEvent,
-    StoredBlocks,
     WidePads,
 )
 from dynamo_worker_ext.kv_events.observe import published_tokens
 from dynamo_worker_ext.kv_events.pump import EventPublisher, KvEventPump
+from dynamo_worker_ext.kv_events.router import RemovedBlocks, RouterEvent, StoredBlocks
 
 __all__ = [
     "CACHE_SALT_PREFIX",
+    "MAIN_KINDS",
     "AllBlocksCleared",
     "Batch",
     "BlockRemoved",

@@ -19,8 +19,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from dynamo_worker_ext.hashing import HashMode, is_mm_hash, pad_value, routing_hash, wide_pad_values
@@ -31,6 +30,8 @@ from dynamo_worker_ext.kv_events.frames import (
     BlockStored,
     EngineEvent,
 )
+from dynamo_worker_ext.kv_events.router import RemovedBlocks, RouterEvent, StoredBlocks
+from dynamo_worker_ext.kv_events.states import States
 
 #: Dynamo's handlers mark a client's cache salt so before they give it to vLLM; the router knows
 #: it without. Source: ``dynamo.vllm.handlers`` 1.6.1.
@@ -42,58 +43,9 @@ _DEVICE: Final = (None, "GPU", "DEVICE")
 
 #: Groups of a hybrid model whose blocks all have to be there for a prefix to be reused. Sliding
 #: windows and state caches store other blocks under the same hashes.
-_MAIN_KINDS: Final = ("full_attention", "mla_attention", "sink_full_attention")
+MAIN_KINDS: Final = ("full_attention", "mla_attention", "sink_full_attention")
 
 _TOKEN_LIMIT: Final = 2**32
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlocks:
-    """Blocks that a router may count on.
-
-    Attributes:
-        block_hashes: signed 64-bit; equal where all that the router sees up to there is equal.
-        parent_hash: of the block before the first; None at the start of a prompt.
-        token_ids: of all blocks, as the router hashes them.
-        block_size: tokens of each block.
-        block_mm_infos: of each block the items in it; only in `HashMode.BLOCK_MM_INFOS`.
-        lora_name, cache_salt: part of every block's hash on the router's side.
-    """
-
-    block_hashes: list[int]
-    parent_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    block_mm_infos: list[dict[str, Any] | None] | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-
-    def to_input(self) -> dict[str, Any]:
-        """Dynamo's ``KvStoredEventInput``."""
-        return {
-            "type": "stored",
-            "token_ids": self.token_ids,
-            "num_block_tokens": [self.block_size] * len(self.block_hashes),
-            "block_hashes": self.block_hashes,
-            "parent_hash": self.parent_hash,
-            "block_mm_infos": self.block_mm_infos,
-            "lora_name": self.lora_name,
-            "cache_salt": self.cache_salt,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class RemovedBlocks:
-    """Blocks that are gone: a hash stands here as often as it was stored."""
-
-    block_hashes: list[int]
-
-    def to_input(self) -> dict[str, Any]:
-        """Dynamo's ``KvRemovedEventInput``."""
-        return {"type": "removed", "block_hashes": self.block_hashes}
-
-
-RouterEvent = StoredBlocks | RemovedBlocks
 
 
 class NormalizerStatistics(NamedTuple):
@@ -154,6 +106,7 @@ class Normalizer:
         block_size: tokens of a block, as registered with the router.
         wide_pads: for an engine that writes pads which no router's token can hold.
         context_tokens: longest sequence of the engine; windows that long leave nothing out.
+        state_groups: numbers of its cache groups whose layers carry a state along.
     """
 
     def __init__(
@@ -163,8 +116,10 @@ class Normalizer:
         block_size: int,
         wide_pads: WidePads | None = None,
         context_tokens: int | None = None,
+        state_groups: Collection[int] = (),
     ) -> None:
         self._wide_pads = wide_pads
+        self._states = States(state_groups) if state_groups else None
         self._context_tokens = context_tokens
         self.mode = mode
         self.media_token_ids = media_token_ids
@@ -194,8 +149,15 @@ class Normalizer:
                 return self._removed(event)
             stored = self._stored(event)
             if isinstance(stored, StoredBlocks):
-                return [stored]
+                if self._states is None:
+                    return [stored]
+                return [*self._states.stored(event.block_hashes, event.parent_block_hash, stored)]
             reason = stored
+        elif reason == "other_group" and self._states and event.group_idx in self._states.groups:
+            if isinstance(event, BlockStored):
+                return [*self._states.state_stored(event)]
+            gone = self._states.state_removed(event)
+            return [RemovedBlocks(gone)] if gone else []
         self._dropped[reason] += 1
         return []
 
@@ -210,6 +172,8 @@ class Normalizer:
         # Children first, so that no router has to prune a branch.
         copies, ours = self._copies, self._ours
         hashes = [ours[key] for key in reversed(copies) for _ in range(copies[key])]
+        if self._states is not None:
+            hashes = self._states.forget()
         copies.clear()
         ours.clear()
         self._salts.clear()
@@ -225,13 +189,13 @@ class Normalizer:
             kind = event.kv_cache_spec_kind
             window, context = event.kv_cache_spec_sliding_window, self._context_tokens
             if kind == "sliding_window" and window and context and window >= context:
-                kind = _MAIN_KINDS[0]
+                kind = MAIN_KINDS[0]
             if kind is not None and event.group_idx is not None:
                 self._group_kinds[event.group_idx] = kind
         if kind is None and event.group_idx is not None:
             # Removals carry the group alone. Without a word about group 0 it is the only one.
             kind = self._group_kinds.get(event.group_idx, None if event.group_idx == 0 else "?")
-        return None if kind is None or kind in _MAIN_KINDS else "other_group"
+        return None if kind is None or kind in MAIN_KINDS else "other_group"
 
     def _removed(self, event: BlockRemoved) -> list[RouterEvent]:
         hashes = []
@@ -240,7 +204,10 @@ class Normalizer:
             if not copies:
                 self._dropped["unknown_block"] += 1
                 continue
-            hashes.append(self._ours[key])
+            if self._states is None:
+                hashes.append(self._ours[key])
+            elif copies == 1:
+                hashes += self._states.removed(key)
             if copies > 1:
                 self._copies[key] = copies - 1
             else:

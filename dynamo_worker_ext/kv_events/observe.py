@@ -11,7 +11,8 @@ import zmq
 import zmq.asyncio
 
 from dynamo_worker_ext.kv_events.frames import FrameError, decode_batch
-from dynamo_worker_ext.kv_events.normalize import Normalizer, StoredBlocks
+from dynamo_worker_ext.kv_events.normalize import Normalizer
+from dynamo_worker_ext.kv_events.router import StoredBlocks
 
 log = logging.getLogger(__name__)
 

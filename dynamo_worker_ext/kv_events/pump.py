@@ -23,7 +23,8 @@ from dynamo_worker_ext.kv_events.frames import (
     FrameError,
     decode_batch,
 )
-from dynamo_worker_ext.kv_events.normalize import Normalizer, RouterEvent, StoredBlocks
+from dynamo_worker_ext.kv_events.normalize import Normalizer
+from dynamo_worker_ext.kv_events.router import RouterEvent, StoredBlocks
 from dynamo_worker_ext.metrics import Metrics, WarnOnceAMinute
 
 _LOG = logging.getLogger(__name__)

@@ -111,6 +111,24 @@ def _qwen2_5_vl(ids: TokenIds) -> JsonObject:
     }
 
 
+def _qwen3_vision(model_type: str, deepstack: list[int]) -> JsonObject:
+    return {
+        "model_type": model_type,
+        "deepstack_visual_indexes": deepstack,
+        "depth": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 64,
+        "in_channels": 3,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": HIDDEN,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+
+
 def _qwen3_vl(ids: TokenIds) -> JsonObject:
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -132,21 +150,45 @@ def _qwen3_vl(ids: TokenIds) -> JsonObject:
                 },
             ),
         },
-        "vision_config": {
-            "model_type": "qwen3_vl",
-            "deepstack_visual_indexes": [0, 1],
-            "depth": 2,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_size": 64,
-            "in_channels": 3,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "num_position_embeddings": 2304,
-            "out_hidden_size": HIDDEN,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
+        "vision_config": _qwen3_vision("qwen3_vl", deepstack=[0, 1]),
+    }
+
+
+def _qwen3_5(ids: TokenIds) -> JsonObject:
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **_vision_ids(ids),
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            **_text(
+                ids,
+                attention_bias=False,
+                attn_output_gate=True,
+                head_dim=2 * HEAD,
+                layer_types=["linear_attention"] * 3 + ["full_attention"],
+                full_attention_interval=4,
+                linear_conv_kernel_dim=4,
+                linear_key_head_dim=2 * HEAD,
+                linear_num_key_heads=1,
+                linear_num_value_heads=1,
+                linear_value_head_dim=2 * HEAD,
+                num_attention_heads=4,
+                num_hidden_layers=4,
+                num_key_value_heads=4,
+                partial_rotary_factor=0.25,
+                rope_parameters={
+                    "mrope_interleaved": True,
+                    "mrope_section": [4, 2, 2],
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 10000000.0,
+                    "rope_type": "default",
+                },
+            ),
         },
+        "vision_config": _qwen3_vision("qwen3_5", deepstack=[]),
     }
 
 
@@ -189,6 +231,20 @@ def _video(pixels: JsonObject, video_processor_type: str, processor_class: str) 
     }
 
 
+_QWEN3_IMAGES = _image(
+    {**_QWEN3_PIXELS, "size": {"longest_edge": 16777216, "shortest_edge": 65536}},
+    "Qwen3VLProcessor",
+)
+_QWEN3_VIDEOS = _video(
+    {
+        **_QWEN3_PIXELS,
+        **_QWEN3_FRAMES,
+        "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+    },
+    "Qwen3VLVideoProcessor",
+    "Qwen3VLProcessor",
+)
+
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
@@ -216,19 +272,20 @@ FAMILIES: Mapping[str, Family] = {
             config=_qwen3_vl,
             chat_template=_VISION_CHAT,
             write_weights=weights.of_transformers(),
-            image_processor=_image(
-                {**_QWEN3_PIXELS, "size": {"longest_edge": 16777216, "shortest_edge": 65536}},
-                "Qwen3VLProcessor",
+            image_processor=_QWEN3_IMAGES,
+            video_processor=_QWEN3_VIDEOS,
+        ),
+        Family(
+            name="qwen3_5",
+            summary="Qwen3.5: text, images, videos; three of four layers carry a state",
+            config=_qwen3_5,
+            chat_template=_VISION_CHAT,
+            # Three layers of a fading state come before the one that looks back at the picture.
+            write_weights=weights.of_transformers(
+                {r"self_attn\.o_proj": 6.0, **weights.DECODER_GAINS}
             ),
-            video_processor=_video(
-                {
-                    **_QWEN3_PIXELS,
-                    **_QWEN3_FRAMES,
-                    "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-                },
-                "Qwen3VLVideoProcessor",
-                "Qwen3VLProcessor",
-            ),
+            image_processor=_QWEN3_IMAGES,
+            video_processor=_QWEN3_VIDEOS,
         ),
         Family(
             name="qwen2",

@@ -36,6 +36,7 @@ from dynamo_worker_ext.vllm.chunks import ChunkStream
 from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
 from dynamo_worker_ext.vllm.identity import canary_request, verify_hash_mode
 from dynamo_worker_ext.vllm.inject import VllmMedia
+from dynamo_worker_ext.vllm.kv_layout import KvLayout
 from dynamo_worker_ext.vllm.sampling import (
     EngineCall,
     SamplingContext,
@@ -137,6 +138,7 @@ class VllmWorker(MediaWorker):
         self._vllm_config = vllm_config = llm.vllm_config
         model_config = vllm_config.model_config
 
+        self._layout = await KvLayout.of(llm)
         self._uses_nixl = connector.uses_nixl(vllm_config.kv_transfer_config)
 
         self._media = VllmMedia(llm, self.metrics)
@@ -150,7 +152,7 @@ class VllmWorker(MediaWorker):
             self.take_media(self._media)
             self._facts = handoff.ItemFacts(self._media)
             mode = self.options.hash_mode or HashMode.PAD_VALUE
-            await verify_hash_mode(llm, self._media, mode, self._kv_sources())
+            await verify_hash_mode(llm, self._media, mode, self._layout, self._kv_sources())
         self._card = self.make_card(self._media, importlib.metadata.version("vllm"))
         self._canary = await canary_request(llm, self._media, with_image=not self._decodes)
 
@@ -171,7 +173,7 @@ class VllmWorker(MediaWorker):
             },
             llm=LlmRegistration(
                 context_length=model_config.max_model_len,
-                kv_cache_block_size=cache.block_size,
+                kv_cache_block_size=self._layout.block_size,
                 total_kv_blocks=(cache.num_gpu_blocks or 0) // parallel.data_parallel_size,
                 max_num_seqs=scheduler.max_num_seqs,
                 max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -218,12 +220,7 @@ class VllmWorker(MediaWorker):
         cache = self._vllm_config.cache_config
 
         def normalizer() -> Normalizer:
-            return Normalizer(
-                self._card.mm_hash_mode,
-                self._media.media_tokens,
-                cache.block_size,
-                context_tokens=self._vllm_config.model_config.max_model_len,
-            )
+            return self._layout.normalizer(self._card.mm_hash_mode, self._media.media_tokens)
 
         return [
             PushSource(

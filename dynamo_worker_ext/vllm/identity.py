@@ -18,8 +18,9 @@ from vllm.distributed.kv_events import KVEventsConfig
 
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.hashing import HashMode, routing_tokens
-from dynamo_worker_ext.kv_events import Normalizer, engine_endpoint, published_tokens
+from dynamo_worker_ext.kv_events import engine_endpoint, published_tokens
 from dynamo_worker_ext.vllm.inject import VllmMedia
+from dynamo_worker_ext.vllm.kv_layout import KvLayout
 from dynamo_worker_ext.wire import Placeholder
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,11 @@ def known_image() -> Image.Image:
 
 
 async def verify_hash_mode(
-    engine: Any, media: VllmMedia, mode: HashMode, sources: Mapping[int, KVEventsConfig]
+    engine: Any,
+    media: VllmMedia,
+    mode: HashMode,
+    layout: KvLayout,
+    sources: Mapping[int, KVEventsConfig],
 ) -> None:
     """Send a known image through the engine and look at what it publishes.
 
@@ -40,6 +45,7 @@ async def verify_hash_mode(
         engine: the running `AsyncLLM`.
         media: its media side.
         mode: what the card is to say.
+        layout: of the engine's KV cache.
         sources: what it publishes KV events by, for each rank.
 
     Raises:
@@ -49,10 +55,10 @@ async def verify_hash_mode(
         return
     # Another hash at each start, so that nothing cached can stand in for an answer.
     mm_hash = hashlib.sha256(f"dynamo-worker-ext {time.time_ns()}".encode()).hexdigest()
-    block_size = engine.vllm_config.cache_config.block_size
+    block_size = layout.block_size
     prompt = await _image_prompt(engine, mm_hash, block_size)
     tokens = prompt["prompt_token_ids"]
-    if len(tokens) >= engine.vllm_config.model_config.max_model_len:
+    if len(tokens) >= layout.context_tokens:
         log.warning("the context is too short to verify how the engine identifies media")
         return
     (where,) = prompt["mm_placeholders"]["image"]
@@ -69,8 +75,7 @@ async def verify_hash_mode(
         async for _ in engine.generate(prompt, params, f"verify-{time.time_ns()}"):
             pass
 
-    context = engine.vllm_config.model_config.max_model_len
-    normalizer = Normalizer(mode, media.media_tokens, block_size, context_tokens=context)
+    normalizer = layout.normalizer(mode, media.media_tokens)
     seen = await published_tokens(endpoint, normalizer, len(expected), serve)
     if seen[: len(expected)] != expected:
         raise StartupError(

@@ -18,12 +18,16 @@ from dynamo_worker_ext.kv_events import Normalizer, engine_endpoint, private_end
 from dynamo_worker_ext.parity.engine import Served
 from dynamo_worker_ext.vllm.args import parse_args
 from dynamo_worker_ext.vllm.errors import ENGINE_ERRORS, as_ours
+from dynamo_worker_ext.vllm.kv_layout import KvLayout
 from dynamo_worker_ext.wire import Placeholder
 from dynamo_worker_ext.worker.prompts import media_token_ids
 
 
 class VllmParityEngine:
     """One `AsyncLLM` with KV events on a private socket. See `ParityEngine`."""
+
+    _layout: KvLayout
+    block_size: int
 
     def __init__(self, model: str, args: Sequence[str]) -> None:
         self._on_close: list[Callable[[], None]] = []
@@ -50,7 +54,6 @@ class VllmParityEngine:
         self._on_close.append(self._llm.shutdown)
         config = self._llm.vllm_config
         self.version: str = importlib.metadata.version("vllm")
-        self.block_size: int = config.cache_config.block_size
         self.num_blocks: int = config.cache_config.num_gpu_blocks or 0
         self.media_ids = media_token_ids(config.model_config.hf_config)
 
@@ -61,11 +64,17 @@ class VllmParityEngine:
         Raises:
             StartupError: it does not start.
         """
-        return cls(model, args)
+        engine = cls(model, args)
+        try:
+            engine._layout = await KvLayout.of(engine._llm)
+        except BaseException:
+            engine._clean_up()
+            raise
+        engine.block_size = engine._layout.block_size
+        return engine
 
     def normalizer(self, mode: HashMode) -> Normalizer:
-        context = self._llm.vllm_config.model_config.max_model_len
-        return Normalizer(mode, self.media_ids, self.block_size, context_tokens=context)
+        return self._layout.normalizer(mode, self.media_ids)
 
     def image_text(self, number: int) -> str:
         dummy = self._llm.renderer.get_mm_processor().dummy_inputs

@@ -54,9 +54,15 @@ class Tap:
 
 
 class Bench:
-    """One engine, and what was asked of it."""
+    """One engine, and what was asked of it.
 
-    def __init__(self, model: str, adapter: Path) -> None:
+    Args:
+        model: folder of it.
+        adapter: folder of one, if it is to have one.
+        blocks: of its cache.
+    """
+
+    def __init__(self, model: str, adapter: Path | None = None, blocks: int = BLOCKS) -> None:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
@@ -66,10 +72,37 @@ class Bench:
         self.metrics = Metrics()
         self.failures: list[BaseException] = []
         self.view = RouterView(BLOCK)
+        self.llm = LLM(
+            model=model,
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_batched_tokens=128,  # several steps, several events a prompt
+            max_num_seqs=4,
+            block_size=BLOCK,
+            num_gpu_blocks_override=blocks,
+            limit_mm_per_prompt={"image": 3, "video": 0},
+            skip_mm_profiling=True,
+            seed=0,
+            enable_prefix_caching=True,
+            enable_lora=adapter is not None,
+            max_lora_rank=8,
+            kv_events_config={
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": events.endpoint,
+                "replay_endpoint": replay.endpoint,
+            },
+        )
+        self.adapter = adapter and LoRARequest("tiny-adapter", 1, str(adapter))
+        self.features: list[Any] = []
+        core = self.llm.llm_engine.engine_core
+        groups = core.engine_core.get_kv_cache_group_metadata()
         self.normalizer = Normalizer(
             HashMode.PAD_VALUE,
             frozenset((config["image_token_id"], config["video_token_id"])),
             BLOCK,
+            state_groups=[group["group_idx"] for group in groups if group["kind"] == "mamba"],
         )
         self.pump = KvEventPump(
             engine_endpoint(events.endpoint),
@@ -79,32 +112,8 @@ class Bench:
             on_failure=self.failures.append,
             replay_endpoint=engine_endpoint(replay.endpoint),
             dp_rank=0,
-            max_blocks=BLOCKS,
+            max_blocks=blocks,
         )
-        self.llm = LLM(
-            model=model,
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=1024,
-            max_num_batched_tokens=128,  # several steps, several events a prompt
-            max_num_seqs=4,
-            block_size=BLOCK,
-            num_gpu_blocks_override=BLOCKS,
-            limit_mm_per_prompt={"image": 3, "video": 0},
-            skip_mm_profiling=True,
-            seed=0,
-            enable_lora=True,
-            max_lora_rank=8,
-            kv_events_config={
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": events.endpoint,
-                "replay_endpoint": replay.endpoint,
-            },
-        )
-        self.adapter = LoRARequest("tiny-adapter", 1, str(adapter))
-        self.features: list[Any] = []
-        core = self.llm.llm_engine.engine_core
         add_request = core.add_request
 
         def recording(request: Any) -> None:
@@ -121,18 +130,19 @@ class Bench:
     def run(
         self,
         name: str,
-        text: str,
+        text: str | list[int],
         images: Sequence[Image.Image] = (),
         *,
         salt: str | None = None,
         lora: bool = False,
         copies: int = 1,
         max_tokens: int = 2,
-    ) -> None:
+    ) -> list[int]:
+        """Serve a prompt; what stands in `requests` then. Returns its tokens, and the answer's."""
         from dynamo.common.multimodal.routing_utils import build_mm_routing_info_from_features
         from vllm import SamplingParams
 
-        prompt: dict[str, Any] = {"prompt": text}
+        prompt: dict[str, Any] = {"prompt" if isinstance(text, str) else "prompt_token_ids": text}
         if images:
             prompt["multi_modal_data"] = {"image": list(images)}
         if salt is not None:
@@ -174,6 +184,7 @@ class Bench:
                 "equals_upstream": upstream is None or upstream["routing_token_ids"] == routing,
             }
         )
+        return [*tokens, *outputs[0].outputs[0].token_ids]
 
     def settle(self) -> None:
         """Wait until no event has come for a while."""

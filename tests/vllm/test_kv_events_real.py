@@ -5,10 +5,6 @@ One engine, started by kv_events_engine.py in a process of its own.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.engines import ROOT, VLLM
-from tests.stack import BASE_ENV
+from tests.vllm.script import report_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +24,7 @@ def report(
     tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("kv-events")
-    log = out / "log"
-    with log.open("w") as file:
-        code = subprocess.run(
-            [sys.executable, HERE / "kv_events_engine.py", tiny_model("qwen2_5_vl"), out],
-            env={**os.environ, **BASE_ENV, **VLLM.env, "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            timeout=500,
-            check=False,
-        ).returncode
-    assert code == 0, log.read_text()[-4000:]
-    result: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return result
+    return report_of("kv_events_engine.py", tiny_model("qwen2_5_vl"), out)
 
 
 def test_the_router_expects_exactly_what_the_engine_has_cached(report: dict[str, Any]) -> None:

@@ -58,6 +58,7 @@ SETUPS = [
     Setup("qwen2_vl", "lru"),
     Setup("qwen2_5_vl", "lru"),
     Setup("qwen3_vl", "lru"),
+    Setup("qwen3_5", "lru"),
     Setup("qwen2_5_vl", "shm"),
     Setup("qwen2_5_vl", "none"),
 ]
