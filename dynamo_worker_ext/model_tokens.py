@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 #: Families whose image is one chat token in the prompt and nothing but one token, repeated, in the
 #: expanded prompt. Tested against vLLM's and transformers' processors.
-_REPEATED: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next")
+_REPEATED: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "llava_next")
 PHI3: Final = "phi3_v"
 
 #: Source: vLLM 0.31.0, ``model_executor/models/phi3v.py``; no file of the model says it.

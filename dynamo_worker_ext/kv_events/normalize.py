@@ -50,7 +50,7 @@ _TOKEN_LIMIT: Final = 2**32
 
 class NormalizerStatistics(NamedTuple):
     """Attributes:
-    blocks: distinct blocks that the router now counts on.
+    blocks: distinct blocks of the engine's that are known.
     dropped: events that were not passed on, by reason.
     """
 

@@ -34,6 +34,7 @@ CASES = [
     ("vllm", "qwen2_vl", "pad_value", 3),
     ("vllm", "qwen2_5_vl", "block_mm_infos", 3),
     ("vllm", "qwen3_vl", "pad_value", 3),
+    ("vllm", "qwen3_5", "pad_value", 3),
     ("vllm", "llava", "pad_value", 3),
     ("vllm", "llava_next", "pad_value", 3),
     ("vllm", "phi3_v", "pad_value", 2),

@@ -23,7 +23,7 @@ from tests.stack import BASE_ENV, ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "phi3_v")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "llava_next", "phi3_v")
 VARIANTS = (
     "only_in_config", "marker", "no_bos", "bos_ignored", "phi3_no_bos", "phi3_specials",
     "phi3_lstrip",
@@ -122,6 +122,7 @@ def test_a_text_is_encoded_as_vllm_encodes_it(made: dict[str, Any], name: str, p
         ("qwen2_vl", ["image", "video"]),
         ("qwen2_5_vl", ["image", "video"]),
         ("qwen3_vl", ["image", "video"]),
+        ("qwen3_5", ["image", "video"]),
         ("llava", ["image"]),
         # Their images differ in length, of which vLLM's core would end.
         ("llava_next", []),
