@@ -151,11 +151,11 @@ class Normalizer:
             if isinstance(stored, StoredBlocks):
                 if self._states is None:
                     return [stored]
-                return [*self._states.stored(event.block_hashes, event.parent_block_hash, stored)]
+                return self._states.stored(event.block_hashes, event.parent_block_hash, stored)
             reason = stored
         elif reason == "other_group" and self._states and event.group_idx in self._states.groups:
             if isinstance(event, BlockStored):
-                return [*self._states.state_stored(event)]
+                return self._states.state_stored(event)
             gone = self._states.state_removed(event)
             return [RemovedBlocks(gone)] if gone else []
         self._dropped[reason] += 1
@@ -171,9 +171,10 @@ class Normalizer:
         """
         # Children first, so that no router has to prune a branch.
         copies, ours = self._copies, self._ours
-        hashes = [ours[key] for key in reversed(copies) for _ in range(copies[key])]
         if self._states is not None:
             hashes = self._states.forget()
+        else:
+            hashes = [ours[key] for key in reversed(copies) for _ in range(copies[key])]
         copies.clear()
         ours.clear()
         self._salts.clear()
@@ -206,13 +207,13 @@ class Normalizer:
                 continue
             if self._states is None:
                 hashes.append(self._ours[key])
-            elif copies == 1:
-                hashes += self._states.removed(key)
             if copies > 1:
                 self._copies[key] = copies - 1
-            else:
-                del self._copies[key], self._ours[key]
-                self._salts.pop(key, None)
+                continue
+            if self._states is not None:
+                hashes += self._states.removed(key)
+            del self._copies[key], self._ours[key]
+            self._salts.pop(key, None)
         return [RemovedBlocks(hashes)] if hashes else []
 
     def _stored(self, event: BlockStored) -> StoredBlocks | str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo_worker_ext.kv_events.frames import BlockHash, BlockRemoved, BlockStored
-from dynamo_worker_ext.kv_events.router import StoredBlocks
+from dynamo_worker_ext.kv_events.router import RouterEvent, StoredBlocks
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class States:
 
     def stored(
         self, keys: Sequence[BlockHash], parent: BlockHash | None, told: StoredBlocks
-    ) -> list[StoredBlocks]:
+    ) -> list[RouterEvent]:
         """Full attention stored blocks; what the router is to be told now.
 
         Args:
@@ -64,7 +64,7 @@ class States:
             parent: the same of the block before the first.
             told: what a router would be told if there were no states.
         """
-        events = []
+        events: list[RouterEvent] = []
         size, parent_hash = told.block_size, told.parent_hash
         for i, key in enumerate(keys):
             if key not in self._blocks:
@@ -86,9 +86,9 @@ class States:
         block = self._blocks.pop(key)
         return self._end(block) if block.leads else []
 
-    def state_stored(self, event: BlockStored) -> list[StoredBlocks]:
+    def state_stored(self, event: BlockStored) -> list[RouterEvent]:
         """States were stored by one of `groups`; what the router is to be told now."""
-        events = []
+        events: list[RouterEvent] = []
         for key in event.block_hashes:
             self._kept[event.group_idx or 0, key] += 1
             events += self._begin(key)
@@ -116,7 +116,7 @@ class States:
         """Whether there are states at a block's end, or behind it."""
         return self._leading[key] > 0 or all(self._kept[group, key] > 0 for group in self.groups)
 
-    def _begin(self, key: BlockHash) -> list[StoredBlocks]:
+    def _begin(self, key: BlockHash) -> list[RouterEvent]:
         """Tell of a block if it leads to a state, and of those before it that were not told of."""
         if not self._goes_on(key):
             return []

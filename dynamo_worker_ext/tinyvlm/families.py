@@ -111,85 +111,80 @@ def _qwen2_5_vl(ids: TokenIds) -> JsonObject:
     }
 
 
-def _qwen3_vision(model_type: str, deepstack: list[int]) -> JsonObject:
+def _qwen3(
+    ids: TokenIds, architecture: str, model_type: str, deepstack: list[int], **text: Any
+) -> JsonObject:
     return {
+        "architectures": [architecture],
         "model_type": model_type,
-        "deepstack_visual_indexes": deepstack,
-        "depth": 2,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 64,
-        "in_channels": 3,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": HIDDEN,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **_vision_ids(ids),
+        "text_config": {
+            "model_type": f"{model_type}_text",
+            **_text(ids, attention_bias=False, **text),
+        },
+        "vision_config": {
+            "model_type": model_type,
+            "deepstack_visual_indexes": deepstack,
+            "depth": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 64,
+            "in_channels": 3,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": HIDDEN,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
     }
 
 
 def _qwen3_vl(ids: TokenIds) -> JsonObject:
-    return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        **_vision_ids(ids),
-        "text_config": {
-            "model_type": "qwen3_vl_text",
-            **_text(
-                ids,
-                attention_bias=False,
-                head_dim=HEAD,
-                rope_theta=5000000.0,
-                rope_scaling={
-                    "mrope_interleaved": True,
-                    "mrope_section": _MROPE_SECTION,
-                    "rope_type": "default",
-                },
-            ),
+    return _qwen3(
+        ids,
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        deepstack=[0, 1],
+        head_dim=HEAD,
+        rope_theta=5000000.0,
+        rope_scaling={
+            "mrope_interleaved": True,
+            "mrope_section": _MROPE_SECTION,
+            "rope_type": "default",
         },
-        "vision_config": _qwen3_vision("qwen3_vl", deepstack=[0, 1]),
-    }
+    )
 
 
 def _qwen3_5(ids: TokenIds) -> JsonObject:
-    return {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        **_vision_ids(ids),
-        "text_config": {
-            "model_type": "qwen3_5_text",
-            **_text(
-                ids,
-                attention_bias=False,
-                attn_output_gate=True,
-                head_dim=2 * HEAD,
-                layer_types=["linear_attention"] * 3 + ["full_attention"],
-                full_attention_interval=4,
-                linear_conv_kernel_dim=4,
-                linear_key_head_dim=2 * HEAD,
-                linear_num_key_heads=1,
-                linear_num_value_heads=1,
-                linear_value_head_dim=2 * HEAD,
-                num_attention_heads=4,
-                num_hidden_layers=4,
-                num_key_value_heads=4,
-                partial_rotary_factor=0.25,
-                rope_parameters={
-                    "mrope_interleaved": True,
-                    "mrope_section": [4, 2, 2],
-                    "partial_rotary_factor": 0.25,
-                    "rope_theta": 10000000.0,
-                    "rope_type": "default",
-                },
-            ),
+    return _qwen3(
+        ids,
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        deepstack=[],
+        attn_output_gate=True,
+        head_dim=2 * HEAD,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=2 * HEAD,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        linear_value_head_dim=2 * HEAD,
+        num_attention_heads=4,
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        partial_rotary_factor=0.25,
+        rope_parameters={
+            "mrope_interleaved": True,
+            "mrope_section": [4, 2, 2],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000.0,
+            "rope_type": "default",
         },
-        "vision_config": _qwen3_vision("qwen3_5", deepstack=[]),
-    }
+    )
 
 
 _QWEN2_PIXELS = {

@@ -34,6 +34,7 @@ from dynamo_worker_ext.worker.arguments import (
     lora_module,
     sdk_config,
 )
+from dynamo_worker_ext.worker.options import check_not_negative
 
 PROG = "python -m dynamo_worker_ext.vllm"
 
@@ -157,8 +158,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     if not args.enable_multimodal:
         engine_args.language_model_only = True
 
-    if not args.kv_timeout >= 0:
-        raise StartupError(f"--kv-timeout is {args.kv_timeout}; it must not be negative")
+    check_not_negative("--kv-timeout", args.kv_timeout)
     loras = tuple(lora_module(text) for text in args.lora_modules)
     if loras and not engine_args.enable_lora:
         raise StartupError("--lora-modules needs --enable-lora")

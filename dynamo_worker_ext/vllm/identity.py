@@ -18,7 +18,7 @@ from vllm.distributed.kv_events import KVEventsConfig
 
 from dynamo_worker_ext.errors import StartupError
 from dynamo_worker_ext.hashing import HashMode, routing_tokens
-from dynamo_worker_ext.kv_events import Normalizer, engine_endpoint, published_tokens
+from dynamo_worker_ext.kv_events import engine_endpoint, published_tokens
 from dynamo_worker_ext.vllm.inject import VllmMedia
 from dynamo_worker_ext.vllm.kv_layout import KvLayout
 from dynamo_worker_ext.wire import Placeholder
@@ -75,10 +75,7 @@ async def verify_hash_mode(
         async for _ in engine.generate(prompt, params, f"verify-{time.time_ns()}"):
             pass
 
-    # What is published counts here, also where a state is missing to reuse it.
-    normalizer = Normalizer(
-        mode, media.media_tokens, block_size, context_tokens=layout.context_tokens
-    )
+    normalizer = layout.all_published().normalizer(mode, media.media_tokens)
     seen = await published_tokens(endpoint, normalizer, len(expected), serve)
     if seen[: len(expected)] != expected:
         raise StartupError(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
+
+from vllm.config import VllmConfig
 
 from dynamo_worker_ext.hashing import HashMode
 from dynamo_worker_ext.kv_events import MAIN_KINDS, Normalizer
@@ -14,7 +17,7 @@ _STATES: Final = "mamba"
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """See `of`.
+    """The layout of one engine's cache.
 
     Attributes:
         block_size: tokens of a block, as a router hashes them.
@@ -29,9 +32,13 @@ class KvLayout:
     @classmethod
     async def of(cls, engine: Any) -> KvLayout:
         """The layout of a running `AsyncLLM`."""
-        config = engine.vllm_config
         # Made for those who read KV events: the configuration knows one block size alone.
         groups = await engine.engine_core.call_utility_async("get_kv_cache_group_metadata")
+        return cls.from_groups(groups, engine.vllm_config)
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[Mapping[str, Any]], config: VllmConfig) -> KvLayout:
+        """The layout that an engine core's ``get_kv_cache_group_metadata`` tells of."""
         sizes = [group["block_size"] for group in groups if group["kind"] in MAIN_KINDS]
         block_size = sizes[0] if sizes else config.cache_config.block_size
         return cls(
@@ -44,6 +51,10 @@ class KvLayout:
                 if group["kind"] == _STATES and group["block_size"] == block_size
             ),
         )
+
+    def all_published(self) -> KvLayout:
+        """The same to one who asks what is published, whether a state lets it be reused or not."""
+        return replace(self, state_groups=frozenset())
 
     def normalizer(self, mode: HashMode, media_token_ids: frozenset[int]) -> Normalizer:
         """A fresh one for the engine's events."""

@@ -26,6 +26,7 @@ from dynamo_worker_ext.worker.prompts import media_token_ids
 class VllmParityEngine:
     """One `AsyncLLM` with KV events on a private socket. See `ParityEngine`."""
 
+    _layout: KvLayout
     block_size: int
 
     def __init__(self, model: str, args: Sequence[str]) -> None:
@@ -65,16 +66,15 @@ class VllmParityEngine:
         """
         engine = cls(model, args)
         try:
-            engine.block_size = (await KvLayout.of(engine._llm)).block_size
+            engine._layout = await KvLayout.of(engine._llm)
         except BaseException:
             engine._clean_up()
             raise
+        engine.block_size = engine._layout.block_size
         return engine
 
     def normalizer(self, mode: HashMode) -> Normalizer:
-        # What is published counts here, also where a state is missing to reuse it.
-        context = self._llm.vllm_config.model_config.max_model_len
-        return Normalizer(mode, self.media_ids, self.block_size, context_tokens=context)
+        return self._layout.all_published().normalizer(mode, self.media_ids)
 
     def image_text(self, number: int) -> str:
         dummy = self._llm.renderer.get_mm_processor().dummy_inputs

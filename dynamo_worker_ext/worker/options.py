@@ -144,8 +144,7 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
         ("--drain-timeout", args.drain_timeout),
         ("--embedding-cache-mb", args.embedding_cache_mb),
     ):
-        if not value >= 0:
-            raise StartupError(f"{flag} is {value}; it must not be negative")
+        check_not_negative(flag, value)
     return WorkerOptions(
         transports=_transports(args.mm_transfer),
         all_transports=args.mm_transfer != "auto",
@@ -158,6 +157,16 @@ def worker_options(args: argparse.Namespace) -> WorkerOptions:
         embedding_cache_bytes=args.embedding_cache_mb << 20,
         embedding_lease_s=args.embedding_lease,
     )
+
+
+def check_not_negative(flag: str, value: float) -> None:
+    """Refuse a value below 0, or none at all (NaN).
+
+    Raises:
+        StartupError: the message names the flag.
+    """
+    if not value >= 0:
+        raise StartupError(f"{flag} is {value}; it must not be negative")
 
 
 def _transports(value: str) -> tuple[str, ...]:

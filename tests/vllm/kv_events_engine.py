@@ -24,7 +24,6 @@ from dynamo_worker_ext.hashing import HashMode, routing_tokens
 from dynamo_worker_ext.kv_events import (
     CACHE_SALT_PREFIX,
     KvEventPump,
-    Normalizer,
     engine_endpoint,
     private_endpoint,
 )
@@ -66,6 +65,8 @@ class Bench:
         from vllm import LLM
         from vllm.lora.request import LoRARequest
 
+        from dynamo_worker_ext.vllm.kv_layout import KvLayout
+
         config = json.loads(Path(model, "config.json").read_text())
         events, replay = private_endpoint(), private_endpoint()
         self.cleanups = [events.cleanup, replay.cleanup]
@@ -97,12 +98,11 @@ class Bench:
         self.adapter = adapter and LoRARequest("tiny-adapter", 1, str(adapter))
         self.features: list[Any] = []
         core = self.llm.llm_engine.engine_core
-        groups = core.engine_core.get_kv_cache_group_metadata()
-        self.normalizer = Normalizer(
-            HashMode.PAD_VALUE,
-            frozenset((config["image_token_id"], config["video_token_id"])),
-            BLOCK,
-            state_groups=[group["group_idx"] for group in groups if group["kind"] == "mamba"],
+        layout = KvLayout.from_groups(
+            core.engine_core.get_kv_cache_group_metadata(), self.llm.llm_engine.vllm_config
+        )
+        self.normalizer = layout.normalizer(
+            HashMode.PAD_VALUE, frozenset((config["image_token_id"], config["video_token_id"]))
         )
         self.pump = KvEventPump(
             engine_endpoint(events.endpoint),
