@@ -252,7 +252,11 @@ async def serve(end: Any, out: int) -> None:
     )
     while line := await reader():
         command = json.loads(line)
-        answer = json.dumps(await getattr(end, command["do"])(command)).encode() + b"\n"
+        start = time.perf_counter()
+        result = await getattr(end, command["do"])(command)
+        if command.get("timed"):
+            result = [time.perf_counter() - start, result]
+        answer = json.dumps(result).encode() + b"\n"
         while answer:
             answer = answer[os.write(out, answer) :]
 

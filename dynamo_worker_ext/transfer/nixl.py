@@ -31,6 +31,7 @@ from dynamo_worker_ext.transfer.nixl_arena import ArenaStatistics
 from dynamo_worker_ext.transfer.nixl_probe import Probe
 from dynamo_worker_ext.transfer.nixl_request import HEADER_BYTES, Bytes
 from dynamo_worker_ext.transfer.nixl_thread import AgentThread, Read, ThreadStatistics
+from dynamo_worker_ext.transfer.scheduling import give_way
 from dynamo_worker_ext.wire import NixlRef
 
 #: Up to this many bytes of a request are written on the event loop, which takes a millisecond; a
@@ -209,7 +210,9 @@ class NixlSender(MmKwargsSender[NixlRef]):
         self._generations = itertools.count(secrets.randbits(62))
         self._thread = AgentThread(arena_bytes, BufferPool(0), on_notification=self._was_read)
         self._metadata = nixl_request.pack(self._thread.metadata)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dwe-nixl-send")
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix="dwe-nixl-send", initializer=give_way
+        )
         self._closed = False
 
     def statistics(self) -> tuple[ThreadStatistics, ArenaStatistics]:

@@ -22,6 +22,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -127,7 +128,7 @@ def parse(ref: NixlRef) -> Offer:
             "where nobody changed them on the way",
             reason="invalid_size",
         )
-    metadata = _unpack(request.nixl_metadata)
+    metadata, digest = _unpack(request.nixl_metadata)
     match = _KEY.fullmatch(request.notification_key)
     return Offer(
         ptr=descriptor.ptr,
@@ -135,7 +136,7 @@ def parse(ref: NixlRef) -> Offer:
         key=request.notification_key,
         agent=agent_name(metadata),
         metadata=metadata,
-        digest=blake2b(metadata, digest_size=16).digest(),
+        digest=digest,
         stamp=Stamp(int(match[1], 16), match[2]) if match else None,
     )
 
@@ -279,7 +280,9 @@ def _split(metadata: bytes) -> tuple[bytes, bytes]:
     return name, rest
 
 
-def _unpack(text: str) -> bytes:
+@lru_cache(maxsize=16)  # a sender of ours says the same with each item
+def _unpack(text: str) -> tuple[bytes, bytes]:
+    """NIXL's metadata as it stands in a request, and its digest."""
     try:
         packed = base64.b64decode(text.removeprefix(_PREFIX), validate=True)
         inflating = zlib.decompressobj()
@@ -291,7 +294,7 @@ def _unpack(text: str) -> bytes:
             f"NIXL metadata is 'b64:' and at most {MAX_METADATA_BYTES} bytes, whole; got "
             f"{len(metadata)}{'' if inflating.eof else ' and more to come'}"
         )
-    return metadata
+    return metadata, blake2b(metadata, digest_size=16).digest()
 
 
 def _malformed(message: str) -> InvalidTransferError:

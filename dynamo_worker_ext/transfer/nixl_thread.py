@@ -22,6 +22,7 @@ from dynamo_worker_ext.transfer.buffers import BufferPool
 from dynamo_worker_ext.transfer.nixl_agent import Agent, Peer, Transfer, load_bindings
 from dynamo_worker_ext.transfer.nixl_arena import Arena
 from dynamo_worker_ext.transfer.nixl_request import Bytes, Offer, take
+from dynamo_worker_ext.transfer.scheduling import give_way
 
 #: Seconds of polling without a sleep; a small item has arrived by then.
 _SPIN_S: Final = 0.0002
@@ -163,6 +164,7 @@ class AgentThread:
     # From here on in the thread
 
     def _run(self, started: Future[Agent]) -> None:
+        give_way()  # with NIXL's own threads, which the agent starts
         try:
             agent = Agent(f"dwe-{uuid.uuid4().hex}", self.arena, load_bindings())
         except TransportUnavailableError as error:

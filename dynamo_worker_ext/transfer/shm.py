@@ -30,6 +30,7 @@ from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer import codec, owner
 from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver, MmKwargsSender, Received
 from dynamo_worker_ext.transfer.buffers import BufferPool, PoolStatistics
+from dynamo_worker_ext.transfer.scheduling import give_way
 from dynamo_worker_ext.wire import ShmRef
 
 SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - this is what shared memory is
@@ -96,7 +97,9 @@ class ShmReceiver(MmKwargsReceiver[ShmRef]):
         self._directory = _open_directory(directory)
         self._uids = frozenset({os.geteuid(), *trusted_uids})
         self._pool = BufferPool(pool_bytes)
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="dwe-shm-receive")
+        self._executor = ThreadPoolExecutor(
+            threads, thread_name_prefix="dwe-shm-receive", initializer=give_way
+        )
         self._inline_bytes, self._inline_warm_bytes = inline_bytes, inline_warm_bytes
         self._closed = threading.Event()
 
@@ -239,7 +242,9 @@ class ShmSender(MmKwargsSender[ShmRef]):
     def __init__(self, *, directory: str | Path = SHM_DIRECTORY, **options: Any) -> None:
         super().__init__(**options)
         self._directory = _open_directory(directory)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dwe-shm-send")
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix="dwe-shm-send", initializer=give_way
+        )
         self._closed = False
         self._lock = threading.Lock()
         self._live: set[str] = set()  # names that are ours to unlink, written or not yet

@@ -3,10 +3,10 @@
     python -m tests.bench.bench_nixl [--rounds 60] [--tcp]
     pytest tests/bench/bench_nixl.py        checks that ours is 4 times faster at 4 MB
 
-One round is: a sender is asked over a pipe, offers an item from bytes that it has and says where
-it is; a receiver in another process reads it and copies it once more, as whoever uses it would.
-Sides take turns, and a side is stopped while it is not its turn. ``raw`` is one READ between
-arenas that both know, polled without a pause.
+One round is: a sender offers an item from bytes that it has; a receiver in another process reads
+it and copies it once more, as whoever uses it would. Each takes its own time, so that what tells
+them to is in none. Sides take turns, and a side is stopped while it is not its turn. ``raw`` is one
+READ of an item just offered between arenas that both know, polled without a pause.
 """
 
 from __future__ import annotations
@@ -80,10 +80,8 @@ class Side:
     def round(self, size: int) -> tuple[float, float]:
         """Seconds of all, and of the receiver's part."""
         self.signal(signal.SIGCONT)
-        start = time.perf_counter()
-        [ref] = self.sender.offer(size)
-        offered = time.perf_counter() - start
-        received = self.receiver.ask(do="time", refs=[[ref.size, ref.descriptor]])
+        offered, refs = self.sender.ask(do="offer", sizes=[size], seed=1, timed=True)
+        received = self.receiver.ask(do="time", refs=refs)
         self.sender.ask(do="withdraw")
         self.signal(signal.SIGSTOP)
         return offered + received, received
@@ -104,11 +102,11 @@ def compare(rounds: int, sizes: tuple[float, ...], tls: str) -> list[Result]:
         source = stack.enter_context(Peer("send", **environment))
         for megabytes in sizes:
             size = int(megabytes * MB)
-            offer = nixl_request.parse(source.offer(size)[0])
             seconds: list[tuple[float, ...]] = []
             for _ in range(rounds + 3):
-                seconds.append((*ours.round(size), *upstream.round(size), raw.read(offer)))
-            source.ask(do="withdraw")
+                sides = (*ours.round(size), *upstream.round(size))
+                seconds.append((*sides, raw.read(nixl_request.parse(source.offer(size)[0]))))
+                source.ask(do="withdraw")
             results.append(
                 Result(megabytes, *(1000 * median(c) for c in zip(*seconds[3:], strict=True)))
             )

@@ -81,6 +81,14 @@ async def reason_of(receiver: NixlReceiver, refs: list[Any]) -> str:
 # What every transport promises
 
 
+def test_its_threads_give_way_to_the_event_loop(receiver: NixlReceiver) -> None:
+    ours = {one.native_id: one.name for one in threading.enumerate() if one.native_id is not None}
+    everyone = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    batch = [one for one in everyone if os.sched_getscheduler(one) == os.SCHED_BATCH]
+    assert "dwe-nixl" in {ours[one] for one in batch if one in ours}
+    assert any(one not in ours for one in batch)  # NIXL's own, which makes progress
+
+
 async def test_payloads_arrive_whole_and_in_order(receiver: NixlReceiver, ours: Peer) -> None:
     refs = ours.offer(*SIZES, seed=3)
     received = await receiver.receive(refs[::-1])

@@ -21,6 +21,7 @@ from dynamo_worker_ext.transfer.arena.meeting import Kind, Listener
 from dynamo_worker_ext.transfer.arena.memory import TABLE_BYTES, OwnPart
 from dynamo_worker_ext.transfer.arena.slots import ArenaStatistics, Slot, SlotPool
 from dynamo_worker_ext.transfer.base import MmKwargsSender
+from dynamo_worker_ext.transfer.scheduling import give_way
 from dynamo_worker_ext.wire import ArenaRef
 
 #: Up to this many bytes an offer is copied on the event loop. The pages are there already, so that
@@ -90,7 +91,9 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
         self._inline_bytes = inline_bytes
         self._pool = SlotPool(time.monotonic)
         self._growing = asyncio.Lock()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="dwe-arena-send")
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix="dwe-arena-send", initializer=give_way
+        )
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: set[socket.socket] = set()
