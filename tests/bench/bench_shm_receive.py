@@ -2,9 +2,10 @@
 
     python tests/bench/bench_shm_receive.py [--rounds 60]
 
-Pairs are interleaved, and take turns at going first, so that what else the machine does hits both
-alike. ``reused``: each item is dropped before the next, as when an engine has taken it over.
-``held``: the last 8 are kept, so that memory is not at once free again.
+Each segment is new and received once, as in a request. Pairs are interleaved, and take turns at
+going first, so that what else the machine does hits both alike. ``reused``: each item is dropped
+before the next, as when an engine has taken it over. ``held``: the last 8 are kept, so that memory
+is not at once free again.
 """
 
 from __future__ import annotations
@@ -52,34 +53,36 @@ class Feature:
 
 async def compare(megabytes: float, dtype: torch.dtype, rounds: int, keep: int) -> list[float]:
     """Median seconds of upstream and of ours."""
-    sender = upstream.MmKwargsShmSender()
-    extra, handles = await sender.prepare([Feature(item(megabytes, dtype))])
-    metadata = upstream.MmKwargsShmTransferMetadata.model_validate(extra["mm_kwargs_shm"])
-    ref = ShmRef(metadata.items[0].name, metadata.items[0].size)
+    made, sender = [Feature(item(megabytes, dtype))], upstream.MmKwargsShmSender()
     theirs = upstream.MmKwargsShmReceiver()
 
     async with ShmReceiver(Limits(1 << 30), Metrics()) as ours:
 
-        async def run_theirs() -> Any:
+        async def run_theirs(metadata: Any) -> Any:
             result = await theirs.receive(metadata)
             return upstream.decode_mm_kwargs_item(result["__pickled_kwargs_item__"][0])
 
-        async def run_ours() -> Any:
-            [received] = await ours.receive([ref])
+        async def run_ours(metadata: Any) -> Any:
+            [segment] = metadata.items
+            [received] = await ours.receive([ShmRef(segment.name, segment.size)])
             return codec.decode(received.payload)
 
-        sides: list[Callable[[], Awaitable[Any]]] = [run_theirs, run_ours]
+        sides: list[Callable[[Any], Awaitable[Any]]] = [run_theirs, run_ours]
         seconds: list[list[float]] = [[], []]
         held: list[deque[Any]] = [deque(maxlen=keep), deque(maxlen=keep)]
         for turn in range(rounds + 3):
             for side in (0, 1) if turn % 2 else (1, 0):
+                extra, handles = await sender.prepare(made)
+                metadata = upstream.MmKwargsShmTransferMetadata.model_validate(
+                    extra["mm_kwargs_shm"]
+                )
                 start = time.perf_counter()
-                result = await sides[side]()
+                result = await sides[side](metadata)
                 held[side].append(result)
                 del result  # what dropping costs belongs to it
                 if turn >= 3:
                     seconds[side].append(time.perf_counter() - start)
-    await sender.cleanup(handles)
+                await sender.cleanup(handles)
     return [median(side) for side in seconds]
 
 
