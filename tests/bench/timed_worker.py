@@ -2,12 +2,13 @@
 
     python tests/bench/timed_worker.py MODULE RECORD_FILE -- [arguments of the worker]
 
-MODULE is ``dynamo_worker_ext.vllm`` or ``dynamo.vllm``. The clock starts with the first step of
-the handler's ``generate`` and is read twice, at points that every request passes, also one whose
-media a worker leaves to vLLM unprocessed: where vLLM has the rendered engine input before it, and
-where it hands an ``EngineCoreRequest`` to its engine core. One line of JSON a request:
-``{"request_id", "input_seconds", "seconds"}``. Runs in the worker process; the engine core, a
-process of its own, is left as it is.
+MODULE is ``dynamo_worker_ext.vllm`` or ``dynamo.vllm``. The clock starts where Dynamo's runtime,
+in a thread of its own, asks the handler's ``generate`` for its first step, and is read three times,
+at points that every request passes, also one whose media a worker leaves to vLLM unprocessed: where
+the event loop has woken up and takes that step, where vLLM has the rendered engine input before it,
+and where it hands an ``EngineCoreRequest`` to its engine core. One line of JSON a request:
+``{"request_id", "wake_seconds", "input_seconds", "seconds"}``. Runs in the worker process; the
+engine core, a process of its own, is left as it is.
 """
 
 from __future__ import annotations
@@ -32,27 +33,47 @@ HANDLERS: Final = {
 
 
 class Stream:
-    """A handler's stream, to be noticed when it takes its first step.
+    """A handler's stream, to be noticed when it is asked for its first step and when it takes it.
 
     No generator around it: throughput is measured here as well.
+
+    Args:
+        stream: the handler's.
+        request_id: of its request.
+        asked, awake: are told when, by request id.
     """
 
-    def __init__(self, stream: Any, request_id: str, started: dict[str, float]) -> None:
+    def __init__(
+        self, stream: Any, request_id: str, asked: dict[str, float], awake: dict[str, float]
+    ) -> None:
         self._stream = stream
         self._request_id: str | None = request_id
-        self._started = started
+        self._asked, self._awake = asked, awake
 
     def __aiter__(self) -> Stream:
         return self
 
     def __anext__(self) -> Any:
-        if self._request_id is not None:
-            self._started[self._request_id] = time.perf_counter()
+        step = self._stream.__anext__()
+        if (request_id := self._request_id) is not None:
+            self._asked[request_id] = time.perf_counter()
             self._request_id = None
-        return self._stream.__anext__()
+            return _FirstStep(step, request_id, self._awake)
+        return step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _FirstStep:
+    """An awaitable that writes down when it is begun."""
+
+    def __init__(self, step: Any, request_id: str, awake: dict[str, float]) -> None:
+        self._step, self._request_id, self._awake = step, request_id, awake
+
+    def __await__(self) -> Any:
+        self._awake[self._request_id] = time.perf_counter()
+        return self._step.__await__()
 
 
 def time_requests(module: str, record: TextIO) -> None:
@@ -79,7 +100,7 @@ def _time_sglang(module: str, record: TextIO) -> None:
 
     @functools.wraps(generate)
     def timed_generate(self: Any, request: Any, context: Any) -> Stream:
-        return Marked(generate(self, request, context), context.id(), {})
+        return Marked(generate(self, request, context), context.id(), {}, {})
 
     @functools.wraps(send)
     async def timed_send(self: Any, tokenized: Any) -> None:
@@ -95,7 +116,7 @@ def _time_sglang(module: str, record: TextIO) -> None:
 
 
 def _time_vllm(module: str, record: TextIO) -> None:
-    """Two points: the rendered engine input, and the request as it goes to the core."""
+    """The rendered engine input, and the request as it goes to the core."""
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -103,13 +124,14 @@ def _time_vllm(module: str, record: TextIO) -> None:
     handler = getattr(importlib.import_module(where), name)
     generate, process = handler.generate, InputProcessor.process_inputs
     validate, submit = InputProcessor._validate_model_inputs, AsyncMPClient.add_request_async
-    started: dict[str, float] = {}
+    asked: dict[str, float] = {}
+    awake: dict[str, float] = {}
     rendered: dict[str, float] = {}
     thread = threading.local()
 
     @functools.wraps(generate)
     def timed_generate(self: Any, request: Any, context: Any) -> Stream:
-        return Stream(generate(self, request, context), context.id(), started)
+        return Stream(generate(self, request, context), context.id(), asked, awake)
 
     @functools.wraps(process)
     def timed_process(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
@@ -128,11 +150,13 @@ def _time_vllm(module: str, record: TextIO) -> None:
         await submit(self, request)
         # vLLM adds a suffix to the id that it was given.
         request_id = request.external_req_id
-        start, at_input = started.pop(request_id, None), rendered.pop(request_id, None)
-        if start is None or at_input is None:
+        times = [of.pop(request_id, None) for of in (asked, awake, rendered)]
+        start, at_wake, at_input = times
+        if start is None or at_wake is None or at_input is None:
             return  # the worker's own, at start-up
         line = {
             "request_id": request_id,
+            "wake_seconds": at_wake - start,
             "input_seconds": at_input - start,
             "seconds": now - start,
         }
