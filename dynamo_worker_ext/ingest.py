@@ -184,7 +184,7 @@ class Ingest:
             self._metrics.failures.labels(_NO_TRANSPORT, failure.reason).inc()
         if request.transfer is not None:
             try:
-                return await self._receive(request.transfer, engine_scope, fresh)
+                return await self._receive(request.transfer, request, engine_scope, fresh)
             except TransferError as error:
                 failure = error
         if failure is not None:
@@ -222,8 +222,11 @@ class Ingest:
                     f"{limit} (--limit-mm-per-prompt)"
                 )
 
-    async def _receive(self, transfer: Transfer, scope: str, fresh: bool) -> Resolution:
+    async def _receive(
+        self, transfer: Transfer, request: MediaRequest, scope: str, fresh: bool
+    ) -> Resolution:
         try:
+            _check_counts(transfer, request)
             self._engine.check(transfer)
         except InvalidTransferError as misread:
             self._metrics.failures.labels(_NO_TRANSPORT, misread.reason).inc()
@@ -313,3 +316,19 @@ class Ingest:
         if ids is None or request.mm_processor_kwargs or request.media_io_kwargs:
             return [False] * count
         return [mm_hash is not None and self._engine.holds(mm_hash, scope) for mm_hash in ids]
+
+
+def _check_counts(transfer: Transfer, request: MediaRequest) -> None:
+    """Compare the two ways in which a request may carry the same items.
+
+    Raises:
+        InvalidTransferError: ``invalid_count``: one of them leaves an item out.
+    """
+    for modality, raw in request.raw.items():
+        moved = sum(item.modality == modality for item in transfer.items)
+        if moved and moved != len(raw):
+            raise InvalidTransferError(
+                f"the transfer has {moved} {modality}(s), and the request {len(raw)} raw ones; "
+                "they are the same items, so as many",
+                reason="invalid_count",
+            )

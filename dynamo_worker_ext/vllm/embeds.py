@@ -38,7 +38,7 @@ class EmbeddingReference:
         modality: its kind.
         width: numbers of one token's embedding, deep-stack layers included.
         kinds: by field, how the model's processor batches it.
-        merge: patches that become one token, where the model has grids; else None.
+        merge: patches along each side that become one token, where the model has grids; else None.
         seconds: what an item of pixels has as `SECONDS`, where it has it; else None.
     """
 
@@ -93,7 +93,7 @@ class EmbeddingReference:
         if kinds.keys() != example.keys() or None in kinds.values():
             return None
         known: dict[str, Any] = kinds
-        return cls(modality, width, known, merge**2 if isinstance(merge, int) else None, seconds)
+        return cls(modality, width, known, merge if isinstance(merge, int) else None, seconds)
 
     def item(self, item: MediaItem, of: Embeddings, payload: KwargsItem) -> KwargsItem:
         """The item as the model takes it.
@@ -127,7 +127,13 @@ class EmbeddingReference:
             )
         fields = {name: self._field(name, embeds)}
         if self.merge:
-            if of.grid is None or prod(of.grid) != tokens * self.merge:
+            side = self.merge
+            if (
+                of.grid is None
+                or prod(of.grid) != tokens * side**2
+                or any(n % side for n in of.grid[1:])
+                or (of.grid[0] != 1 and self.modality == "image")
+            ):
                 raise _mismatch(f"a grid of {of.grid} does not make {tokens} embeddings")
             # By the handle, which is checked, and not by what came: the model's positions need it.
             fields[grid] = self._fact(grid, torch.tensor(of.grid, dtype=torch.int64))

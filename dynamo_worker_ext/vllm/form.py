@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from math import isqrt
 from typing import Any
 
 from dynamo_worker_ext.vllm.embeds import EmbeddingReference
@@ -33,7 +32,7 @@ def learn_form(processor: Any, reference: EmbeddingReference) -> EmbeddingsForm 
         log.info("embeddings of images are not taken from clients: %s", found)
         return None
     dtype = str(processor.info.ctx.model_config.dtype).removeprefix("torch.")
-    merge = None if reference.merge is None else isqrt(reference.merge)
+    merge = reference.merge
     every = counts.pop() if merge is None else None
     return EmbeddingsForm(tokens.pop() or 0, reference.width, dtype, merge, every)
 

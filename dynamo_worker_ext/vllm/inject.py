@@ -29,6 +29,7 @@ from dynamo_worker_ext.vllm.form import learn_form
 from dynamo_worker_ext.vllm.items import kwargs_item
 from dynamo_worker_ext.vllm.prompts import placeholder_range, prompt_updates
 from dynamo_worker_ext.vllm.reference import ItemReference, learn_references
+from dynamo_worker_ext.vllm.sizes import ItemSizes, Size
 from dynamo_worker_ext.wire import (
     MODALITIES,
     MediaItem,
@@ -61,6 +62,7 @@ class VllmMedia:
         self.limits: Mapping[Modality, int] = {}
         self._references: dict[Modality, ItemReference] = {}
         self._embeddings: dict[Modality, EmbeddingReference] = {}
+        self._sizes = ItemSizes()
         self.embeddings_form: EmbeddingsForm | None = None
         self._thread = _SingleThread(self._renderer._mm_executor)
         # Whether the model's processor takes vLLM's own steps, so that one can be left out.
@@ -102,10 +104,11 @@ class VllmMedia:
 
     def holds(self, mm_hash: str, scope: str = "") -> bool:
         cache = self._renderer.mm_processor_cache
-        return cache is not None and cache.is_cached_item(mm_hash)
+        return cache is not None and cache.is_cached_item(mm_hash) and mm_hash in self._sizes
 
     def check(self, transfer: Transfer) -> None:
-        """vLLM goes by the placeholders that it is given."""
+        """vLLM goes by the placeholders that it is given, so they have to fit what they name."""
+        self._sizes.check(transfer)
 
     def convert(self, item: MediaItem, payload: KwargsItem) -> MultiModalKwargsItem:
         if item.embeddings is not None:
@@ -166,6 +169,11 @@ class VllmMedia:
         """
         tokens = transfer.expanded_token_ids
         self._check_stray(tokens, [item.placeholder for item in transfer.items])
+        for item in transfer.items:
+            size = Size(item.modality, item.placeholder.embeds)
+            if self._sizes.differs(item.mm_hash, size):  # it came by another request meanwhile
+                raise CacheMissError([item.mm_hash])
+            self._sizes.enter(item.mm_hash, size)
         # What the cache holds already has its updates.
         held = all(payload is None for payload in payloads)
         updates = None if held else prompt_updates(token_ids, transfer)
@@ -218,7 +226,7 @@ class VllmMedia:
             prompt["media_io_kwargs"] = dict(request.media_io_kwargs)
         with self._metrics.stage("process"):
             try:
-                result = await self._renderer.process_for_engine_async(prompt, time.time())
+                result = await self._process(prompt)
             except (ValueError, AssertionError):
                 # vLLM has no type of its own for "not in the cache and no data given".
                 gone = [
@@ -232,7 +240,33 @@ class VllmMedia:
                 raise
         placed = [p for ranges in result["mm_placeholders"].values() for p in ranges]
         self._check_stray(result["prompt_token_ids"], placed)
-        return cast(dict[str, Any], result)
+        return result
+
+    async def _process(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        """Have vLLM process a prompt, each identity of which stands for one item only.
+
+        Raises:
+            CacheMissError: one does not, and some of the media is not there to do without them.
+        """
+        result = cast(
+            dict[str, Any], await self._renderer.process_for_engine_async(prompt, time.time())
+        )
+        sizes = {
+            str(mm_hash): Size(modality, where.get_num_embeds())
+            for modality, places in result["mm_placeholders"].items()
+            for mm_hash, where in zip(result["mm_hashes"][modality], places, strict=True)
+        }
+        changed = [mm_hash for mm_hash, size in sizes.items() if self._sizes.differs(mm_hash, size)]
+        if changed:
+            # The picture behind a URL is another one now, or a client gave two the same name.
+            await self.forget(changed)
+            if any(one is None for items in prompt["multi_modal_data"].values() for one in items):
+                raise CacheMissError(changed)
+            del prompt["multi_modal_uuids"]  # vLLM makes identities by content
+            return await self._process(prompt)
+        for mm_hash, size in sizes.items():
+            self._sizes.enter(mm_hash, size)
+        return result
 
     def _held_input(self, request: MediaRequest, modalities: Iterable[Modality]) -> dict[str, Any]:
         """The engine input of raw media that the cache holds. On the renderer's thread.

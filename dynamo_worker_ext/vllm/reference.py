@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from PIL import Image
@@ -31,12 +31,17 @@ from dynamo_worker_ext.wire.handoff import MAX_FACT_VALUES
 log = logging.getLogger(__name__)
 
 
+#: Options of vLLM's field classes, which do not write those that are as here.
+_DEFAULTS: Final[Mapping[str, Any]] = {"dim": 0, "keep_on_cpu": False}
+
+
 @dataclass(frozen=True, slots=True)
 class FieldReference:
     """One field of a processed item.
 
     Attributes:
         kind: how vLLM batches it: ``batched``, ``flat`` or ``shared``.
+        options: those of vLLM's class for it that say how items are joined.
         dtype: of its tensor, or None where the field is no single tensor.
         shape: of its tensor; None for a dimension that depends on the item.
     """
@@ -44,10 +49,14 @@ class FieldReference:
     kind: str
     dtype: torch.dtype | None
     shape: tuple[int | None, ...]
+    options: Mapping[str, Any] = field(default_factory=lambda: _DEFAULTS)
 
     def check(self, name: str, field: KwargsField) -> None:
         if field.kind != self.kind:
             raise _mismatch(f"{name} is a {self.kind} field, got {field.kind}")
+        for option, want in self.options.items():
+            if (got := field.options.get(option, _DEFAULTS[option])) != want:
+                raise _mismatch(f"{name} has {option} = {want}, got {got}")
         if self.dtype is None:
             return
         data = field.data
@@ -71,11 +80,14 @@ class ItemReference:
 
     Attributes:
         fields: by name; an item has exactly these.
-        merge: patches that become one token, for models with a ``*_grid_thw`` field; else None.
+        merge: patches along each side that become one embedding, for models with a
+            ``*_grid_thw`` field; else None.
+        embeds: how many each item makes, for models of which all make the same; else None.
     """
 
     fields: Mapping[str, FieldReference]
     merge: int | None
+    embeds: int | None = None
 
     def check(self, payload: KwargsItem, item: MediaItem) -> None:
         """Compare a received item.
@@ -92,6 +104,11 @@ class ItemReference:
             reference.check(name, payload.fields[name])
         data = {name: field.data for name, field in payload.fields.items()}
         self._check_grid(data, item.placeholder)
+        if self.embeds is not None and item.placeholder.embeds != self.embeds:
+            raise _mismatch(
+                f"{item.modality} makes {self.embeds} embeddings, but the placeholder has room for "
+                f"{item.placeholder.embeds}"
+            )
 
     def check_facts(
         self, facts: Mapping[str, torch.Tensor], where: Placeholder
@@ -111,7 +128,8 @@ class ItemReference:
                 continue
             if (fact := facts.get(name)) is None:
                 raise _mismatch(f"{name} is missing")
-            reference.check(name, KwargsField(fact, cast(FieldKind, reference.kind), {}))
+            kind = cast(FieldKind, reference.kind)
+            reference.check(name, KwargsField(fact, kind, reference.options))
             result[name] = fact
         self._check_grid(result, where)
         return result
@@ -123,6 +141,8 @@ class ItemReference:
             # No operator of torch's own where it is not needed: those cost after a pause.
             flat = data if data.dim() == 1 else data.flatten()
             grid = [int(n) for n in flat.tolist()]
+            if len(grid) != 3 or (grid[0] != 1 and name.startswith("image_")):
+                raise _mismatch(f"{name} is [time, height, width], of an image [1, ...]: {grid}")
             patches = 1
             for n in grid:
                 if not 0 < n < 2**24:
@@ -134,11 +154,12 @@ class ItemReference:
                 if have != patches:
                     raise _mismatch(f"{name} {grid} needs {patches} patches, got {have}")
             if self.merge:
-                embeds = where.embeds
-                if patches % self.merge or patches // self.merge != embeds:
+                if any(n % self.merge for n in grid[1:]):
+                    raise _mismatch(f"{name} {grid}: sides are multiples of {self.merge}")
+                if (made := patches // self.merge**2) != where.embeds:
                     raise _mismatch(
-                        f"{name} {grid} makes {patches / self.merge:g} embeddings, but the "
-                        f"placeholder has room for {embeds}"
+                        f"{name} {grid} makes {made} embeddings, but the placeholder has room for "
+                        f"{where.embeds}"
                     )
 
 
@@ -165,10 +186,11 @@ def learn_references(
     result: dict[Modality, ItemReference] = {}
     for modality in modalities:
         try:
-            small, large = (
-                process_example(processor, modality, scale)[1]["mm_kwargs"][modality][0]
-                for scale in (1, 2)
-            )
+            made = [process_example(processor, modality, scale)[1] for scale in (1, 2)]
+            small, large = (one["mm_kwargs"][modality][0] for one in made)
+            has_grid = any(name.endswith("_grid_thw") for name in small)
+            if modality == "image" and not has_grid:
+                made.append(process_example(processor, modality, 2, tall=True)[1])
         except Exception as error:  # whatever a model's processor may raise
             log.warning(
                 "this model's processor made no example %s (%s: %s); pre-processed %ss are not "
@@ -181,7 +203,8 @@ def learn_references(
             continue
         result[modality] = ItemReference(
             fields=_compare(small, large),
-            merge=merge**2 if isinstance(merge, int) else None,
+            merge=merge if isinstance(merge, int) else None,
+            embeds=_same_embeds(made, modality) if len(made) > 2 else None,
         )
     return result
 
@@ -226,16 +249,24 @@ def _compare(small: Any, large: Any) -> dict[str, FieldReference]:
     same_size = all(_shape(small[name].data) == _shape(large[name].data) for name in small)
     result = {}
     for name in small:
-        kind = _KINDS[type(small[name].field).__name__]
+        batching = small[name].field
+        kind = _KINDS[type(batching).__name__]
+        options = {key: getattr(batching, key, default) for key, default in _DEFAULTS.items()}
         a, b = _shape(small[name].data), _shape(large[name].data)
         if a is None or b is None or len(a) != len(b):
-            result[name] = FieldReference(kind, None, ())
+            result[name] = FieldReference(kind, None, (), options)
             continue
         shape = [m if m == n else None for m, n in zip(a, b, strict=True)]
         if same_size and len(shape) > 1:
             shape[0] = None
-        result[name] = FieldReference(kind, small[name].data.dtype, tuple(shape))
+        result[name] = FieldReference(kind, small[name].data.dtype, tuple(shape), options)
     return result
+
+
+def _same_embeds(made: Sequence[Any], modality: Modality) -> int | None:
+    """How many embeddings items of different shape have, if all have the same."""
+    counts = {one["mm_placeholders"][modality][0].get_num_embeds() for one in made}
+    return int(counts.pop()) if len(counts) == 1 else None
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:

@@ -119,13 +119,17 @@ class House:
         return value or 0.0
 
 
-RAW: dict[wire.Modality, Any] = {"image": [{"Url": "one"}]}
+def raw(*urls: str) -> dict[wire.Modality, Any]:
+    return {"image": [{"Url": url} for url in urls]}
+
+
+RAW = raw("one")
 BROKEN = InvalidTransferError("malformed", reason="invalid_hash")
 
 
 async def test_everything_cached_is_a_hit_and_nothing_is_read() -> None:
     house = House(A, B)
-    request = wire.MediaRequest([1], transfer=house.transfer(A, B), raw=RAW)
+    request = wire.MediaRequest([1], transfer=house.transfer(A, B), raw=raw("one", "two"))
     result = await house.ingest.resolve(request)
     assert result.outcome is Outcome.HIT
     assert result.payloads == (None, None)
@@ -136,13 +140,22 @@ async def test_everything_cached_is_a_hit_and_nothing_is_read() -> None:
 async def test_only_what_is_missing_is_read_and_order_is_kept() -> None:
     house = House(B)
     result = await house.ingest.resolve(
-        wire.MediaRequest([1], transfer=house.transfer(A, B, C), raw=RAW)
+        wire.MediaRequest([1], transfer=house.transfer(A, B, C), raw=raw("one", "two", "three"))
     )
     assert result.outcome is Outcome.RECEIVED
     assert result.transport == "shm"
     assert result.payloads == ((A, 0), None, (C, 2))
     assert house.segments.read == ["seg_a_0", "seg_c_2"]
     assert house.source.loaded == []
+
+
+async def test_a_transfer_of_fewer_items_than_there_are_raw_ones_is_not_believed() -> None:
+    house = House(A)
+    request = wire.MediaRequest([1], transfer=house.transfer(A), raw=raw("one", "two"))
+    result = await house.ingest.resolve(request)
+    assert result.outcome is Outcome.REPROCESSED
+    assert result.reason == "invalid_count"
+    assert result.raw == {"image": ["pixels of one", "pixels of two"]}
 
 
 async def test_a_failed_read_is_processed_from_raw_media_and_counted() -> None:
@@ -244,7 +257,9 @@ async def test_a_partial_transfer_that_does_not_say_of_what_is_not_guessed_at() 
     house = House(A)
     transfer = house.transfer(A, B)
     partial = wire.Transfer(transfer.expanded_token_ids, transfer.items, {"shm": {}})
-    result = await house.ingest.resolve(wire.MediaRequest([1], transfer=partial, raw=RAW))
+    result = await house.ingest.resolve(
+        wire.MediaRequest([1], transfer=partial, raw=raw("one", "two"))
+    )
     assert (result.outcome, result.reason) == (Outcome.REPROCESSED, "invalid_count")
     assert house.segments.read == []
 
@@ -301,7 +316,9 @@ async def test_a_partial_transfer_that_lacks_a_missing_item_is_not_read() -> Non
     whole = house.transfer(A, B)
     refs = {0: whole.offers["shm"][0]}
     partial = wire.Transfer(whole.expanded_token_ids, whole.items, {"shm": refs})
-    result = await house.ingest.resolve(wire.MediaRequest([1], transfer=partial, raw=RAW))
+    result = await house.ingest.resolve(
+        wire.MediaRequest([1], transfer=partial, raw=raw("one", "two"))
+    )
     assert (result.outcome, result.reason) == (Outcome.REPROCESSED, "invalid_count")
     assert house.failures("invalid_count") == 1
     assert house.segments.read == []

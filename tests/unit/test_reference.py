@@ -17,7 +17,7 @@ REFERENCE = ItemReference(
         "pixel_values": FieldReference("flat", torch.uint8, (None, 1176)),
         "image_grid_thw": FieldReference("batched", torch.int64, (3,)),
     },
-    merge=4,
+    merge=2,
 )
 PLACE = wire.MediaItem("image", "a" * 64, wire.Placeholder(0, 4))
 
@@ -53,6 +53,8 @@ def test_an_item_like_the_models_own_is_let_in() -> None:
         {"pixel_values": (7, "flat")},
         {"image_grid_thw": (torch.tensor([1, 4, 5]), "batched")},
         {"image_grid_thw": (torch.tensor([1, -4, -4]), "batched")},
+        {"image_grid_thw": (torch.tensor([4, 2, 2]), "batched")},
+        {"image_grid_thw": (torch.tensor([1, 1, 16]), "batched")},
         {"image_grid_thw": (torch.tensor([0, 4, 4]), "batched")},
         {"image_grid_thw": (torch.tensor([2**40, 4, 4]), "batched")},
         {"image_grid_thw": (torch.tensor([1, 4]), "batched")},
@@ -69,6 +71,24 @@ def test_an_item_that_does_not_fill_its_placeholder_is_refused() -> None:
     small = wire.MediaItem("image", "a" * 64, wire.Placeholder(0, 3))
     with pytest.raises(InvalidTransferError, match="placeholder"):
         REFERENCE.check(payload(), small)
+
+
+def test_an_item_that_would_be_joined_in_another_way_is_refused() -> None:
+    for options in ({"dim": 7}, {"keep_on_cpu": True}):
+        item = payload()
+        fields = dict(item.fields)
+        pixels = fields["pixel_values"]
+        fields["pixel_values"] = KwargsField(pixels.data, pixels.kind, options)
+        with pytest.raises(InvalidTransferError, match=next(iter(options))):
+            REFERENCE.check(KwargsItem(fields), PLACE)
+
+
+def test_an_item_of_a_model_without_grids_has_a_known_number_of_embeddings() -> None:
+    reference = ItemReference({"x": FieldReference("batched", torch.float32, (2,))}, None, 4)
+    item = KwargsItem({"x": KwargsField(torch.zeros(2), "batched", {})})
+    reference.check(item, PLACE)
+    with pytest.raises(InvalidTransferError, match="placeholder"):
+        reference.check(item, wire.MediaItem("image", "a" * 64, wire.Placeholder(0, 5)))
 
 
 def test_a_mask_says_how_many_embeddings_fit() -> None:

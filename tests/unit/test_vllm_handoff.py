@@ -39,7 +39,7 @@ REFERENCE = ItemReference(
         "pixel_values": FieldReference("flat", torch.float32, (None, 8)),
         "image_grid_thw": FieldReference("batched", torch.int64, (3,)),
     },
-    merge=4,
+    merge=2,
 )
 
 

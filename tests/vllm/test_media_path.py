@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ import pytest_asyncio
 
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
+
+from dynamo.llm.exceptions import CannotConnect
 
 from tests.context import Context
 from tests.counted_worker import Count
@@ -341,6 +344,34 @@ async def test_items_left_out_by_the_frontend(bench: Bench) -> None:
     reply = await bench.send(request(rendered, shm=one, raw=True))
     assert reply.tokens == expected.tokens
     assert bench.outcomes == ({"hit": 1} if bench.keeps else {"reprocessed": 1})
+
+
+async def test_an_identity_is_of_one_item_only(bench: Bench) -> None:
+    """vLLM's core would end: it takes an item that it holds by hash, whatever room it is given."""
+    known = bench.render()
+    expected = await bench.fast(known)
+    larger = bench.front.render([picture(size=448)])
+    renamed = larger.named(known.hashes)
+    with pytest.raises(CannotConnect, match="invalid_placeholder"):
+        await bench.fast(renamed)
+    video = request(known, shm=bench.offer(known))
+    extra = json.loads(json.dumps(video["extra_args"]).replace('"image"', '"video"'))
+    with pytest.raises(CannotConnect, match="invalid_"):
+        await bench.send({**video, "extra_args": extra})
+    # Raw media goes by what the cache holds, or by content.
+    reply = await bench.raw(renamed)
+    assert reply.tokens == (expected if bench.keeps else await bench.raw(larger.renamed())).tokens
+    assert (await bench.fast(known)).tokens == expected.tokens
+
+
+async def test_the_picture_behind_a_name_may_change(bench: Bench) -> None:
+    """A frontend may give identities by URL."""
+    first, second = bench.render(), bench.front.render([picture(size=448)])
+    await bench.raw(first)
+    await fill_cache(bench)
+    reply = await bench.raw(second.named(first.hashes))
+    assert bench.outcomes == {"raw": 1}
+    assert reply.tokens == (await bench.raw(second.renamed())).tokens
 
 
 async def test_text_needs_no_processor(bench: Bench) -> None:
