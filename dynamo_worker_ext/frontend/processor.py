@@ -84,7 +84,7 @@ class Outbox:
                 f"{', '.join(transfer.usable()) or 'none'}"
             )
         self._senders: dict[str, MmKwargsSender[Any]] = {}
-        self._opening = asyncio.Lock()
+        self._opening: dict[str, asyncio.Task[MmKwargsSender[Any]]] = {}
         self._warn = WarnOnceAMinute(log)
 
     async def offer(
@@ -128,14 +128,23 @@ class Outbox:
 
     async def _sender(self, name: str) -> MmKwargsSender[Any]:
         """A sender, opened when it is first needed: NIXL's takes half a second and 256 MB."""
-        async with self._opening:
-            if name not in self._senders:
-                try:
-                    self._senders[name] = await asyncio.to_thread(transfer.open_sender, name)
-                except TransferError:
-                    self._usable.remove(name)
-                    raise
+        if name in self._senders:
             return self._senders[name]
+        if name not in self._opening:
+            self._opening[name] = asyncio.create_task(self._open(name))
+        # The thread opens it even if this request is cancelled: others wait for it, or will use it.
+        return await asyncio.shield(self._opening[name])
+
+    async def _open(self, name: str) -> MmKwargsSender[Any]:
+        try:
+            self._senders[name] = await asyncio.to_thread(transfer.open_sender, name)
+        except TransferError:
+            if name in self._usable:  # not removed by a request that tried before
+                self._usable.remove(name)
+            raise
+        finally:
+            del self._opening[name]
+        return self._senders[name]
 
     async def cleanup(self, offered: Sequence[tuple[str, Sequence[Any]]]) -> None:
         """Withdraw what `offer` offered. Upstream's processor calls it by this name."""
@@ -145,6 +154,8 @@ class Outbox:
 
     async def close(self) -> None:
         """Close all senders."""
+        if self._opening:
+            await asyncio.wait(self._opening.values())
         while self._senders:
             await self._senders.popitem()[1].close()
 

@@ -71,6 +71,10 @@ INLINE_BELOW: Final = 256
 MAX_METADATA_BYTES: Final = 4 << 20
 MAX_DEPTH: Final = 16
 
+#: Real items have a few, or one for each slice of a picture or frame of a video. Views of as many
+#: take some milliseconds to make; the size of a payload alone would allow one for every 8 bytes.
+MAX_BUFFERS: Final = 4096
+
 ALIGNMENT: Final = 64
 _COUNT: Final = struct.Struct("<I")
 _LENGTH: Final = struct.Struct("<Q")
@@ -177,6 +181,8 @@ def _split(payload: memoryview) -> list[memoryview]:
         raise _frame(f"a payload of {end} bytes is too short for a frame")
     (count,) = _COUNT.unpack_from(payload)
     at = _COUNT.size
+    if count > MAX_BUFFERS:
+        raise _frame(f"{count} buffers; at most {MAX_BUFFERS} are read")
     # Each buffer has a length before it, which bounds the loop by what really came.
     if not 1 <= count <= (end - at) // _LENGTH.size:
         raise _frame(f"{count} buffers cannot be in a payload of {end} bytes")

@@ -20,6 +20,9 @@ from dynamo_worker_ext.transfer.nixl_arena import Arena
 #: for what it would not notice, and costs an idle process 0.5 % of a core.
 _PROGRESS_US: Final = 10_000
 
+#: Whose bindings are used here, for messages; see above.
+VERSIONS: Final = "1.4.1 to 1.5.1"
+
 #: Peers that are kept loaded. The one unused for longest goes first.
 MAX_PEERS: Final = 64
 

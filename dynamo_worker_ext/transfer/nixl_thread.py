@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from dynamo_worker_ext.errors import PeerError, TransferError, TransportUnavailableError
 from dynamo_worker_ext.transfer import codec
 from dynamo_worker_ext.transfer.buffers import BufferPool
-from dynamo_worker_ext.transfer.nixl_agent import Agent, Peer, Transfer, load_bindings
+from dynamo_worker_ext.transfer.nixl_agent import VERSIONS, Agent, Peer, Transfer, load_bindings
 from dynamo_worker_ext.transfer.nixl_arena import Arena
 from dynamo_worker_ext.transfer.nixl_request import Bytes, Offer, take
 from dynamo_worker_ext.transfer.scheduling import give_way
@@ -169,6 +169,15 @@ class AgentThread:
             agent = Agent(f"dwe-{uuid.uuid4().hex}", self.arena, load_bindings())
         except TransportUnavailableError as error:
             started.set_exception(error)
+            return
+        except Exception as error:
+            # Such as a TypeError of other bindings. Whoever starts the thread waits for an answer.
+            started.set_exception(
+                TransportUnavailableError(
+                    f"the nixl transport needs nixl {VERSIONS}, whose bindings it uses; those here "
+                    f"do not fit: {type(error).__name__}: {str(error)[:200]}"
+                )
+            )
             return
         started.set_result(agent)
         del started

@@ -29,12 +29,16 @@ def names(count: int) -> list[str]:
 def is_abandoned(name: str) -> bool:
     """Whether a segment's owner would be known here and is not alive.
 
-    False for names of another form, another boot or another pid namespace: nobody here can tell.
+    False for names of another form, another boot or another pid namespace, and for owners that we
+    may not look at: nobody here can tell.
     """
     match = _NAME.match(name)
-    return (
-        match is not None and match[3] == identity() and start_time(int(match[1])) != int(match[2])
-    )
+    if match is None or match[3] != identity():
+        return False
+    try:
+        return start_time(int(match[1])) != int(match[2])
+    except PermissionError:  # another user's, where /proc is mounted with hidepid=1
+        return False
 
 
 @lru_cache(maxsize=1)

@@ -275,7 +275,9 @@ class ShmSender(MmKwargsSender[ShmRef]):
         """Unlink segments. Unknown references are ignored."""
         if not self._closed:
             size = sum(ref.size for ref in refs)
-            await asyncio.wrap_future(self._start(size, self._unlink, [ref.name for ref in refs]))
+            unlinking = self._start(size, self._unlink, [ref.name for ref in refs])
+            # Shielded: a caller that is cancelled must not take it out of the thread's queue.
+            await asyncio.shield(asyncio.wrap_future(unlinking))
 
     async def close(self) -> None:
         """Withdraw everything. A second call is a no-op."""

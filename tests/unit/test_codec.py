@@ -223,6 +223,7 @@ GOOD = msgspec.msgpack.encode(one(None))
         frame(GOOD) + b"\0",
         struct.pack("<I", 0) + b"\0" * 8,
         struct.pack("<I", 2**32 - 1) + frame(GOOD)[4:],
+        frame(*[b""] * (codec.MAX_BUFFERS + 1)),
         struct.pack("<IQ", 1, 2**64 - 1) + GOOD,
         struct.pack("<IQ", 1, len(GOOD) - 1) + GOOD,
         struct.pack("<IQ", 2, len(GOOD)) + GOOD,
@@ -240,6 +241,7 @@ GOOD = msgspec.msgpack.encode(one(None))
     ids=[
         "trailing byte",
         "no buffers",
+        "more buffers than bytes",
         "too many buffers",
         "overflowing length",
         "length too short",
@@ -258,6 +260,19 @@ GOOD = msgspec.msgpack.encode(one(None))
 )
 def test_a_wrong_frame_is_refused(payload: bytes) -> None:
     assert reason_of(payload) == "invalid_frame"
+
+
+def test_many_buffers_are_refused_before_any_is_looked_at() -> None:
+    payload = struct.pack("<I", 1 << 17) + bytes(1 << 20)
+    with pytest.raises(InvalidTransferError, match="131072 buffers; at most 4096"):
+        read(payload)
+
+
+def test_as_many_buffers_as_are_read_are_read() -> None:
+    tensors = [["uint8", [1], at] for at in range(1, codec.MAX_BUFFERS)]
+    item = read(payload_of(one(tensors), *[b"x"] * len(tensors)))
+    data: Any = item.fields["x"].data
+    assert len(data) == codec.MAX_BUFFERS - 1
 
 
 @pytest.mark.parametrize("code", [1, 2])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +120,77 @@ async def test_a_cancelled_request_leaves_no_offer(outbox: Outbox) -> None:
     with pytest.raises(asyncio.CancelledError):
         await offering
     assert outbox._senders["arena"].statistics().offered == 0
+
+
+async def test_several_requests_may_find_that_the_same_sender_cannot_be_opened(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    open_sender = transfer.open_sender
+
+    def refuse(name: str) -> Any:
+        opened.append(name)
+        return open_sender("nixl" if name == "arena" else name)
+
+    monkeypatch.setattr(transfer, "open_sender", refuse)
+    cards = [card("arena", "shm")]
+    done = await asyncio.gather(*(outbox.offer([feature()], cards) for _ in range(3)))
+    for extra, offered, _ in done:
+        assert list(extra) == ["mm_kwargs_shm"]
+        await outbox.cleanup(offered)
+    assert opened == ["arena", "shm"]
+    # And by one whose plan is older than that.
+    with pytest.raises(TransportUnavailableError):
+        await outbox._sender("arena")
+
+
+async def test_a_sender_is_kept_when_the_request_that_opened_it_is_cancelled(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, go, opened = threading.Event(), threading.Event(), []
+    open_sender = transfer.open_sender
+
+    def slow(name: str) -> Any:
+        opening.set()
+        go.wait(30)
+        opened.append(open_sender(name))
+        return opened[-1]
+
+    monkeypatch.setattr(transfer, "open_sender", slow)
+    offering = asyncio.create_task(outbox.offer([feature()], [card("arena")]))
+    await asyncio.to_thread(opening.wait, 30)
+    offering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await offering
+    go.set()
+    _, offered, _ = await outbox.offer([feature()], [card("arena")])
+    assert opened == [outbox._senders["arena"]]
+    await outbox.cleanup(offered)
+
+
+async def test_closing_also_closes_a_sender_that_is_being_opened(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, closed = threading.Event(), []
+    open_sender, close = transfer.open_sender, ShmSender.close
+
+    def slow(name: str) -> Any:
+        opening.set()
+        time.sleep(0.1)
+        return open_sender(name)
+
+    async def watched(self: ShmSender) -> None:
+        closed.append(self)
+        await close(self)
+
+    monkeypatch.setattr(transfer, "open_sender", slow)
+    monkeypatch.setattr(ShmSender, "close", watched)
+    offering = asyncio.create_task(outbox.offer([feature()], [card("shm")]))
+    await asyncio.to_thread(opening.wait, 30)
+    offering.cancel()
+    await outbox.close()
+    assert len(closed) == 1
+    assert outbox._senders == {}
 
 
 def test_a_transport_that_cannot_be_had_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,10 @@ from dynamo_worker_ext.errors import (
 )
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer import Limits, codec
+from dynamo_worker_ext.transfer.buffers import BufferPool
 from dynamo_worker_ext.transfer.kwargs import KwargsField, KwargsItem
 from dynamo_worker_ext.transfer.nixl import NixlReceiver, NixlSender
+from dynamo_worker_ext.transfer.nixl_thread import AgentThread
 from dynamo_worker_ext.wire import NixlRef, ShmRef
 from tests.nixl_peer import Peer, pattern, summary
 
@@ -418,6 +420,19 @@ def test_a_host_without_nixl_is_an_unavailable_transport(
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(TransportUnavailableError, match="needs the packages nixl"):
         transfer.open_receiver("nixl", limits, metrics)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("error", [TypeError("8 arguments"), AttributeError("no nixlAgentConfig")])
+def test_bindings_of_another_version_are_an_unavailable_transport(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("nixl._bindings.nixlAgentConfig", other)
+    with pytest.raises(TransportUnavailableError, match=r"nixl 1\.4\.1 to 1\.5\.1.*Error: "):
+        AgentThread(MB, BufferPool(MB))
 
 
 def test_a_probe_that_cannot_be_started_is_an_unavailable_transport(

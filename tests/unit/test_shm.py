@@ -291,6 +291,22 @@ async def test_withdrawing_and_closing_leave_no_segment(sender: ShmSender) -> No
     assert not any(path.exists() for path in there)
 
 
+async def test_a_withdrawal_that_is_cancelled_still_happens(tmp_path: Path) -> None:
+    async with ShmSender(directory=tmp_path) as sender:
+        refs = await sender.offer([[b"\0" * MB]])
+        go = threading.Event()
+        before = sender._executor.submit(go.wait, 30)  # what is withdrawn waits behind it
+        withdrawing = asyncio.create_task(sender.withdraw(refs))
+        await asyncio.sleep(0)
+        withdrawing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await withdrawing
+        go.set()
+        await asyncio.wrap_future(before)
+        await asyncio.wrap_future(sender._executor.submit(int))
+        assert os.listdir(tmp_path) == []
+
+
 async def test_a_sender_does_not_unlink_what_is_not_its_own(tmp_path: Path) -> None:
     other = tmp_path / "dwe_other"
     other.write_bytes(b"x")
@@ -350,6 +366,23 @@ async def test_a_starting_sender_sweeps_what_a_killed_one_left_and_nothing_else(
     async with ShmSender(directory=tmp_path):
         found = set(os.listdir(tmp_path))
     assert found == {*others, f"{dead}_0123456789ab_7", f"{dead}_0123456789ab_8"}
+
+
+async def test_what_an_owner_left_that_we_may_not_look_at_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"dwe_1_2_{owner.identity()}_0123456789ab_0"
+    (tmp_path / name).write_bytes(b"x")
+
+    def refuse(pid: int) -> int:
+        raise PermissionError(1, "Operation not permitted", f"/proc/{pid}/stat")
+
+    monkeypatch.setattr(owner, "start_time", refuse)
+    async with ShmSender(directory=tmp_path):
+        assert os.listdir(tmp_path) == [name]
+    monkeypatch.undo()
+    async with ShmSender(directory=tmp_path):
+        assert os.listdir(tmp_path) == []
 
 
 def test_a_pid_that_is_used_again_does_not_keep_what_its_last_owner_left() -> None:

@@ -123,13 +123,13 @@ class Link:
 
     def _on_readable(self) -> None:
         try:
-            message, fds, _, _ = socket.recv_fds(
+            message, fds, flags, _ = socket.recv_fds(
                 self._connection, 64, 1, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
             )
         except BlockingIOError:
             return
         except OSError:
-            message, fds = b"", []
+            message, fds, flags = b"", [], 0
         answer = self._answers.popleft() if self._answers else None
         if answer is None or answer.done() or len(message) != meeting.PART.size:
             for fd in fds:
@@ -142,6 +142,15 @@ class Link:
         magic, index, nbytes = meeting.PART.unpack(message)
         if magic == meeting.MAGIC and len(fds) == 1:
             answer.set_result((fds[0], nbytes))
+        elif magic == meeting.MAGIC and flags & socket.MSG_CTRUNC:
+            # One was sent. The kernel drops it where this process has no number left for it.
+            answer.set_exception(
+                SegmentError(
+                    f"part {index} of arena {self._name} did not come through: this process has "
+                    "too many open files",
+                    reason="segment_refused",
+                )
+            )
         elif magic == meeting.MAGIC:
             answer.set_exception(
                 InvalidTransferError(f"the arena has no part {index}", reason="invalid_slot")

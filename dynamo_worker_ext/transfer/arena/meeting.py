@@ -61,7 +61,12 @@ class Listener:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.name = f"arena_{secrets.token_hex(8)}"
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise TransportUnavailableError(
+                f"the arena transport needs a socket: {error.strerror}"
+            ) from None
         self.socket.setblocking(False)
         try:
             with _Locked(directory, make=True) as where:
@@ -98,7 +103,10 @@ def connect(directory: Path, name: str) -> socket.socket:
             f"an arena's socket is called arena_ and 16 hex, got {name[:80]!r}",
             reason="invalid_name",
         )
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise _unreachable(name, error) from None
     try:
         connection.setblocking(False)
         fd = _open(directory)
@@ -115,9 +123,7 @@ def connect(directory: Path, name: str) -> socket.socket:
         raise gone(name) from None
     except OSError as error:
         connection.close()
-        raise SegmentError(
-            f"arena {name} cannot be reached: {error.strerror}", reason="segment_refused"
-        ) from None
+        raise _unreachable(name, error) from None
     except BaseException:
         connection.close()
         raise
@@ -149,6 +155,12 @@ def gone(name: str) -> SegmentError:
     return SegmentError(
         f"arena {name} is not here: its sender has ended, or runs in another container",
         reason="segment_missing",
+    )
+
+
+def _unreachable(name: str, error: OSError) -> SegmentError:
+    return SegmentError(
+        f"arena {name} cannot be reached: {error.strerror}", reason="segment_refused"
     )
 
 

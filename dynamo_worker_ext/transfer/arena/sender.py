@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from dynamo_worker_ext.card import host_identity
 from dynamo_worker_ext.errors import SegmentError, TransportUnavailableError
+from dynamo_worker_ext.metrics import WarnOnceAMinute
 from dynamo_worker_ext.transfer import codec
 from dynamo_worker_ext.transfer.arena import meeting
 from dynamo_worker_ext.transfer.arena.meeting import Kind, Listener
@@ -24,11 +26,16 @@ from dynamo_worker_ext.transfer.base import MmKwargsSender
 from dynamo_worker_ext.transfer.scheduling import give_way
 from dynamo_worker_ext.wire import ArenaRef
 
+log = logging.getLogger(__name__)
+
 #: Up to this many bytes an offer is copied on the event loop. The pages are there already, so that
 #: 8 MB take a millisecond at most; a hop to a thread and back costs up to half of that.
 INLINE_BYTES: Final = 8 << 20
 
 _ROUND: Final = 2 << 20  # huge pages, where there are any
+
+#: Seconds until receivers are accepted again after the operating system had no descriptor for one.
+_ACCEPT_AGAIN_S: Final = 1.0
 
 
 class _Place(NamedTuple):
@@ -97,6 +104,7 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
         self._listener: Listener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readers: set[socket.socket] = set()
+        self._warn = WarnOnceAMinute(log)
         self._closed = False
 
     def statistics(self) -> ArenaStatistics:
@@ -290,16 +298,28 @@ class ArenaSender(MmKwargsSender[ArenaRef]):
     def _accept(self) -> None:
         if self._listener is None or self._loop is None:
             return
-        with suppress(BlockingIOError, ConnectionAbortedError):
+        try:
             reader, _ = self._listener.socket.accept()
-            try:
-                meeting.check_peer(reader)
-            except (SegmentError, OSError):  # whoever it is, there is nothing to say to them
-                reader.close()
-                return
-            reader.setblocking(False)
-            self._readers.add(reader)
-            self._loop.add_reader(reader, self._hear, reader)
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Such as too many open files: who connects waits, and would be reported without end.
+            self._warn("accept", "no receiver of the arena can be accepted: %s", error.strerror)
+            self._loop.remove_reader(self._listener.socket)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again)
+            return
+        try:
+            meeting.check_peer(reader)
+        except (SegmentError, OSError):  # whoever it is, there is nothing to say to them
+            reader.close()
+            return
+        reader.setblocking(False)
+        self._readers.add(reader)
+        self._loop.add_reader(reader, self._hear, reader)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and self._loop is not None and not self._closed:
+            self._loop.add_reader(self._listener.socket, self._accept)
 
     def _hear_all(self) -> None:
         for reader in list(self._readers):
