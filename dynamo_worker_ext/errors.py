@@ -18,6 +18,7 @@ WorkerExtError
 ├── HandoffError             decode cannot go on from what prefill left; carries a `reason`
 ├── EngineError              the engine failed
 │   ├── EngineDeadError          it is gone; the worker leaves
+│   ├── EngineBusyError          it has its fill of requests; another worker may have room
 │   └── CacheMissError           an item was evicted between check and submit; resend once
 └── PatchingError            the patches of an engine cannot be looked at or applied
     ├── PatchFormatError         a manifest or patch of this package is malformed
@@ -170,6 +171,10 @@ class EngineError(WorkerExtError):
 
 class EngineDeadError(EngineError):
     """The engine is gone. The worker leaves discovery and exits."""
+
+
+class EngineBusyError(EngineError):
+    """The engine is well but takes no more requests for now; a frontend may try another worker."""
 
 
 class CacheMissError(EngineError):

@@ -228,7 +228,10 @@ class MediaLoader:
         uri = url if isinstance(url, str) and url.startswith("data:") else None
         if uri is not None and (image := self.cache.get(uri)) is not None:
             return image
-        (image,) = await self._images.load_image_batch([dict(item)], cache_scope=cache_scope)
+        if isinstance(url, str):  # a batch would hide what is wrong behind a bare Exception
+            image = await self._images.load_image(url, cache_scope=cache_scope)
+        else:
+            (image,) = await self._images.load_image_batch([dict(item)], cache_scope=cache_scope)
         if uri is not None:
             self.cache.put(uri, image)
         return image
@@ -265,4 +268,16 @@ def _as_media_error(modality: Modality, error: Exception) -> Exception:
         return MediaLoadError(f"this worker cannot decode the {modality}: {text}", status=415)
     if isinstance(error, (HttpError, ValueError)):
         return MediaLoadError(f"{modality} could not be loaded: {text}")
+    if modality == "image" and _is_bad_picture(error):
+        return MediaLoadError(f"image could not be decoded: {text}")
     return error
+
+
+def _is_bad_picture(error: Exception) -> bool:
+    """Whether Pillow found fault with the picture, and not this worker with itself."""
+    from PIL import Image
+
+    # A truncated file is a plain OSError; one of the operating system's has a number or a subclass.
+    if type(error) is OSError:
+        return error.errno is None
+    return isinstance(error, (Image.DecompressionBombError, SyntaxError))

@@ -401,10 +401,12 @@ class SglangWorker(MediaWorker):
             for rid in self._request_ids.get(context.id(), ()):
                 self._engine.tokenizer_manager.abort_request(rid)
 
-    async def _stop(self) -> None:
+    async def _leave_discovery(self) -> None:
         if self._endpoint is not None:
             endpoint, self._endpoint = self._endpoint, None
             await unregister_adapters(endpoint, self._adapters())
+
+    async def _stop(self) -> None:
         if self._loads is not None:
             self._loads.stop()
             self._loads = None

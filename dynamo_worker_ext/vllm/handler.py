@@ -14,13 +14,14 @@ from dynamo.common.backend.health_check import is_probe
 from dynamo.common.backend.publisher import KvEventSource, PushSource
 from dynamo.common.constants import DisaggregationMode
 from vllm.distributed.kv_events import KVEventsConfig
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from dynamo_worker_ext import wire
 from dynamo_worker_ext.errors import (
     CacheMissError,
+    EngineBusyError,
     EngineDeadError,
     EngineError,
     HandoffError,
@@ -405,15 +406,19 @@ class VllmWorker(MediaWorker):
                         yield chunk
         except (VLLMClientError, *ENGINE_ERRORS) as error:
             raise as_ours(error) from error
+        except GracefulHTTPError as error:  # --max-num-queued-reqs, --max-num-queued-tokens
+            raise EngineBusyError(str(error)) from error
 
     async def abort(self, context: Any) -> None:
         if self._llm is not None:
             await self._llm.abort(context.id(), internal=False)
 
-    async def _stop(self) -> None:
+    async def _leave_discovery(self) -> None:
         if self._endpoint is not None:
             endpoint, self._endpoint = self._endpoint, None
             await unregister_adapters(endpoint, self._adapters())
+
+    async def _stop(self) -> None:
         await self.stop_media()
         if self._llm is not None:
             self._llm.shutdown(timeout=_SHUTDOWN_S)

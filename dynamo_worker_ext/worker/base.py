@@ -93,6 +93,9 @@ class Worker(LLMEngine):
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Serve one request as Dynamo's chunks; errors are `WorkerExtError`."""
 
+    async def _leave_discovery(self) -> None:
+        """Take out what the SDK did not put in, before the drain. Idempotent."""
+
     @abstractmethod
     async def _stop(self) -> None:
         """Stop everything that `start` made, also after it failed half-way. Idempotent."""
@@ -140,7 +143,14 @@ class Worker(LLMEngine):
             with suppress(asyncio.CancelledError):
                 await self._watchdog
             self._watchdog = None
+        try:
+            await self._leave_discovery()
+        except Exception as error:  # no reason to drop what is in flight, or to leave an engine
+            log.warning("could not take all cards out of discovery: %s", error)
         await self._drain()
+        if self.engine_is_dead() and not self.engine_failed:  # as `fail` has it, but we leave
+            self.engine_failed = True
+            log.critical("%s while this worker was leaving", self.why_dead())
         await self._stop()
 
     # Shared machinery.

@@ -221,7 +221,9 @@ class MediaWorker(Worker):
                 prompt, resolution = await self._prepare(request, media, call, resend=resend)
                 if not counted:  # once, also where it is resent
                     # When the engine has the prompt, for which the client waits.
-                    asyncio.get_running_loop().call_soon(self._count, media, resolution)
+                    asyncio.get_running_loop().call_soon(
+                        self._count, media, resolution, context.id()
+                    )
                     counted = True
                 if context.is_stopped():  # while its media was fetched; nothing to abort yet
                     return
@@ -266,7 +268,7 @@ class MediaWorker(Worker):
             except self.media_errors as error:
                 raise self.as_ours(error) from error
 
-    def _count(self, media: wire.MediaRequest, resolution: Resolution) -> None:
+    def _count(self, media: wire.MediaRequest, resolution: Resolution, request_id: str) -> None:
         outcome = resolution.outcome
         self.metrics.requests.labels(outcome, resolution.transport).inc()
         transfer = resolution.transfer or media.transfer
@@ -279,7 +281,8 @@ class MediaWorker(Worker):
                 source = Outcome.HIT if one is None else outcome
                 self.metrics.items.labels(modality, source).inc()
         log.debug(
-            "media %s over %s%s",
+            "request %s: media %s over %s%s",
+            request_id,
             outcome.value,
             resolution.transport,
             f" ({resolution.reason})" if resolution.reason else "",

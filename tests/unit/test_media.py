@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import zlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
+from dynamo.common import http
 from PIL import Image
 
 from dynamo_worker_ext.errors import MediaLoadError
 from dynamo_worker_ext.media import ContentCache, MediaLoader
+from tests.pictures import PictureServer
 
 
 def picture(color: int = 0, side: int = 8) -> Image.Image:
@@ -69,6 +75,69 @@ async def test_what_cannot_be_loaded_is_the_clients_error(
         await loader.load("image", [item])
     assert caught.value.status == status
     assert len(str(caught.value)) < 700
+
+
+def truncated() -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise((64, 64), 50).save(buffer, "JPEG")
+    return buffer.getvalue()[:1000]
+
+
+def of_chunks(*chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG."""
+    data = b"\x89PNG\r\n\x1a\n"
+    for name, body in chunks:
+        data += struct.pack(">I", len(body)) + name + body
+        data += struct.pack(">I", zlib.crc32(name + body))
+    return data
+
+
+def header(width: int, height: int) -> tuple[bytes, bytes]:
+    return b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+
+
+#: A few bytes that ask for 600 MB.
+BOMB = of_chunks(header(20_000, 10_000), (b"IDAT", zlib.compress(b"")))
+#: Of a kind that Pillow makes a SyntaxError of.
+BROKEN = of_chunks(header(8, 8), (b"IDAT", zlib.compress(bytes(200))[:4]), (bytes(4), b""))
+
+
+@pytest_asyncio.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PictureServer]:
+    monkeypatch.setenv("DYN_MM_ALLOW_INTERNAL", "1")
+    monkeypatch.setattr(http, "_default", None)  # Dynamo's client, which belongs to one event loop
+    with PictureServer() as one:
+        yield one
+    await http.close_http_client()
+
+
+@pytest.mark.parametrize("over_http", [True, False])
+@pytest.mark.parametrize(
+    "data", [truncated(), BOMB, BROKEN], ids=["truncated", "decompression bomb", "broken"]
+)
+async def test_a_picture_that_cannot_be_decoded_is_the_clients_error(
+    server: PictureServer, data: bytes, over_http: bool
+) -> None:
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    if over_http:
+        url = server.file(data, ".png")
+    loader = MediaLoader(frontend_decoding=False, cache_mb=1)
+    with pytest.raises(MediaLoadError) as caught:
+        await loader.load("image", [{"Url": data_uri()}, {"Url": url}])
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError(), KeyError(1)])
+async def test_what_goes_wrong_in_the_worker_is_not_laid_to_the_client(
+    server: PictureServer, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(_: Any) -> Any:
+        raise error
+
+    loader = MediaLoader(frontend_decoding=False, cache_mb=1)
+    monkeypatch.setattr(loader._images, "_open_image", fail)
+    with pytest.raises(type(error)):
+        await loader.load("image", [{"Url": server.url(picture())}])
 
 
 async def test_dynamos_url_policy_stays_in_force(loader: MediaLoader) -> None:

@@ -66,6 +66,8 @@ class ScriptedWorker(Worker):
         super().__init__(options("--drain-timeout", str(drain)))
         self.dead = False
         self.stopped = 0
+        self.left = False
+        self.unregistering: Exception | None = None
         self.release = asyncio.Event()
         self.error: Exception | None = None
         self.kv = False
@@ -87,6 +89,11 @@ class ScriptedWorker(Worker):
         if self.error is not None:
             raise self.error
         yield {"token_ids": [2], "index": 0, "finish_reason": "stop"}
+
+    async def _leave_discovery(self) -> None:
+        self.left = True
+        if self.unregistering is not None:
+            raise self.unregistering
 
     async def _stop(self) -> None:
         self.stopped += 1
@@ -316,6 +323,39 @@ async def test_a_dead_engine_never_holds_up_the_drain() -> None:
     await asyncio.wait_for(worker.cleanup(), 5)
     assert worker.stopped == 1
     request.cancel()
+
+
+async def test_an_engine_that_dies_in_the_drain_is_a_failure(
+    no_signal: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = ScriptedWorker(drain=600)
+    worker.start_watchdog()
+    request = asyncio.create_task(collect(worker))
+    await asyncio.sleep(0)
+    cleanup = asyncio.create_task(worker.cleanup())
+    await asyncio.sleep(0.05)
+    worker.dead = True
+    await asyncio.wait_for(cleanup, 5)
+    assert worker.engine_failed
+    assert "the engine died" in caplog.text
+    assert no_signal == []  # it leaves already
+    request.cancel()
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("no store")])
+async def test_all_cards_leave_discovery_before_the_drain(error: Exception | None) -> None:
+    worker = ScriptedWorker()
+    worker.unregistering = error
+    request = asyncio.create_task(collect(worker))
+    await asyncio.sleep(0)
+    cleanup = asyncio.create_task(worker.cleanup())
+    await asyncio.sleep(0.05)
+    assert worker.left
+    assert worker.stopped == 0
+    worker.release.set()
+    await asyncio.wait_for(cleanup, 5)
+    assert len(await request) == 2
+    assert worker.stopped == 1
 
 
 async def test_a_second_cleanup_is_harmless() -> None:
