@@ -29,7 +29,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from dynamo_worker_ext.errors import (
     InvalidTransferError,
@@ -132,6 +132,51 @@ class MediaSource(Protocol):
     ) -> list[Any]: ...
 
 
+class Unread:
+    """What senders offer for one request and no receiver was asked for.
+
+    Dynamo's NIXL sender (1.6.1) ends its answer only when it has heard of every item, or after a
+    minute. Items that the engine holds are declined once it has the prompt: should it have lost
+    one by then, they are still there to be read.
+
+    Args:
+        transfer: of the request, if it has one.
+        receivers: open receivers by transport.
+    """
+
+    def __init__(
+        self, transfer: Transfer | None, receivers: Mapping[str, MmKwargsReceiver[Any]]
+    ) -> None:
+        self._receivers = receivers
+        self._refs = {
+            name: dict(refs)
+            for name, refs in (transfer.offers.items() if transfer is not None else ())
+            if name in receivers and receivers[name].declines
+        }
+
+    def asked(self, transport: str, indexes: Sequence[int]) -> None:
+        """A receiver is asked for these: it tells the sender, also if it fails."""
+        if (refs := self._refs.get(transport)) is not None:
+            for i in indexes:
+                refs.pop(i, None)
+
+    def clear(self) -> None:
+        """Senders hear of all of them from another worker."""
+        self._refs.clear()
+
+    def decline(self) -> None:
+        """Tell senders of all others. A second call is a no-op."""
+        while self._refs:
+            transport, refs = self._refs.popitem()
+            self._receivers[transport].decline(list(refs.values()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.decline()
+
+
 class Ingest:
     """Applies the policy to one request after another.
 
@@ -163,6 +208,7 @@ class Ingest:
         cache_scope: str | None = None,
         engine_scope: str = "",
         fresh: bool = False,
+        unread: Unread | None = None,
     ) -> Resolution:
         """Decide and fetch.
 
@@ -172,6 +218,7 @@ class Ingest:
             engine_scope: passed on to `EngineMedia.holds`.
             fresh: fetch everything, whatever the engine seems to hold; for a request that is
                 resent because it turned out not to.
+            unread: told what receivers are asked for.
 
         Raises:
             LimitExceededError: too many items.
@@ -184,7 +231,7 @@ class Ingest:
             self._metrics.failures.labels(_NO_TRANSPORT, failure.reason).inc()
         if request.transfer is not None:
             try:
-                return await self._receive(request.transfer, request, engine_scope, fresh)
+                return await self._receive(request.transfer, request, engine_scope, fresh, unread)
             except TransferError as error:
                 failure = error
         if failure is not None:
@@ -223,7 +270,12 @@ class Ingest:
                 )
 
     async def _receive(
-        self, transfer: Transfer, request: MediaRequest, scope: str, fresh: bool
+        self,
+        transfer: Transfer,
+        request: MediaRequest,
+        scope: str,
+        fresh: bool,
+        unread: Unread | None,
     ) -> Resolution:
         try:
             _check_counts(transfer, request)
@@ -249,7 +301,7 @@ class Ingest:
             raise error
         for transport in accepted:
             try:
-                payloads = await self._read(transport, transfer, missing)
+                payloads = await self._read(transport, transfer, missing, unread)
             except TransferError as failed:
                 self._metrics.failures.labels(transport, failed.reason).inc()
                 error = failed
@@ -258,7 +310,7 @@ class Ingest:
         raise error
 
     async def _read(
-        self, transport: str, transfer: Transfer, missing: Sequence[int]
+        self, transport: str, transfer: Transfer, missing: Sequence[int], unread: Unread | None
     ) -> tuple[Any, ...]:
         refs = transfer.offers[transport]
         if not all(i in refs for i in missing):
@@ -268,6 +320,8 @@ class Ingest:
                 + ("" if refs else ", or does not say which it offers"),
                 reason="invalid_count",
             )
+        if unread is not None:
+            unread.asked(transport, missing)
         received = await self._receivers[transport].receive([refs[i] for i in missing])
         payloads: list[Any] = [None] * len(transfer.items)
         with self._metrics.stage("decode"):

@@ -40,7 +40,7 @@ from dynamo_worker_ext.errors import (
     UnsupportedOptionError,
     WorkerExtError,
 )
-from dynamo_worker_ext.ingest import Outcome, Resolution
+from dynamo_worker_ext.ingest import Outcome, Resolution, Unread
 from dynamo_worker_ext.sglang.args import Config
 from dynamo_worker_ext.sglang.handler import SglangWorker, new_request_id
 from dynamo_worker_ext.sglang.handoff import HandedMedia, Handoff, parse_handoff
@@ -227,13 +227,20 @@ class DecodeWorker(_HalfWorker):
         return payload
 
     async def _prepare(
-        self, request: Mapping[str, Any], media: wire.MediaRequest, call: Any, *, resend: bool
+        self,
+        request: Mapping[str, Any],
+        media: wire.MediaRequest,
+        call: Any,
+        unread: Unread,
+        *,
+        resend: bool,
     ) -> tuple[Any, Resolution]:
         if is_probe(request):
             return Continuation(list(media.token_ids), None), Resolution(Outcome.TEXT)
         vocabulary = self._engine.tokenizer_manager.model_config.vocab_size
         handoff = parse_handoff(request, vocabulary=vocabulary)
         if handoff.media is not None:
+            unread.clear()  # prefill has seen to it
             return (
                 Continuation(handoff.media.token_ids, handoff),
                 Resolution(Outcome.CONTINUED),

@@ -81,6 +81,9 @@ class MmKwargsReceiver(_Closing, Generic[RefT]):
     #: Name on the wire, on the card and in metrics.
     transport: ClassVar[str]
 
+    #: Whether senders wait to hear of each item, so that `decline` says something to them.
+    declines: ClassVar[bool] = False
+
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
@@ -114,6 +117,9 @@ class MmKwargsReceiver(_Closing, Generic[RefT]):
                     ) from None
         self._received_bytes.inc(sum([r.payload.nbytes for r in received]))
         return received
+
+    def decline(self, refs: Sequence[RefT]) -> None:
+        """Tell senders that items will not be read, as far as they can be told. Does not wait."""
 
     @abstractmethod
     def _size(self, ref: RefT) -> int:

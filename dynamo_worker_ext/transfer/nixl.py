@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ClassVar, Final
 
 from dynamo_worker_ext.errors import (
@@ -66,6 +67,7 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
     """
 
     transport: ClassVar[str] = "nixl"
+    declines: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -138,6 +140,13 @@ class NixlReceiver(MmKwargsReceiver[NixlRef]):
                 raise TransportUnavailableError("a read ended without a payload")
             result.append(Received(read.payload))
         return result
+
+    def decline(self, refs: Sequence[NixlRef]) -> None:
+        for ref in refs:
+            with suppress(InvalidTransferError):  # there is nobody to tell
+                read = Read(nixl_request.parse(ref))
+                read.future.cancel()
+                self._thread.submit(read)
 
     async def close(self) -> None:
         """Release everything. Payloads already handed on stay valid. A second call is a no-op."""

@@ -21,7 +21,7 @@ from dynamo_worker_ext.errors import (
     WorkerExtError,
 )
 from dynamo_worker_ext.hashing import HashMode
-from dynamo_worker_ext.ingest import EngineMedia, Ingest, Outcome, Resolution
+from dynamo_worker_ext.ingest import EngineMedia, Ingest, Outcome, Resolution, Unread
 from dynamo_worker_ext.kv_events import KvEventPump, Normalizer, PrivateEndpoint, private_endpoint
 from dynamo_worker_ext.media import MediaLoader
 from dynamo_worker_ext.patching import report as patching
@@ -216,32 +216,37 @@ class MediaWorker(Worker):
                 raise UnsupportedOptionError("prompt_embeds are not taken by this worker")
             call = self.build_call(request, context.trace_headers())
         counted = is_probe(request)
-        for resend in (False, True):
-            try:
-                prompt, resolution = await self._prepare(request, media, call, resend=resend)
-                if not counted:  # once, also where it is resent
-                    # When the engine has the prompt, for which the client waits.
-                    asyncio.get_running_loop().call_soon(
-                        self._count, media, resolution, context.id()
+        with Unread(media.transfer, self._receivers) as unread:
+            for resend in (False, True):
+                try:
+                    prompt, resolution = await self._prepare(
+                        request, media, call, unread, resend=resend
                     )
-                    counted = True
-                if context.is_stopped():  # while its media was fetched; nothing to abort yet
+                    if not counted:  # once, also where it is resent
+                        # When the engine has the prompt, for which the client waits.
+                        asyncio.get_running_loop().call_soon(
+                            self._count, media, resolution, context.id()
+                        )
+                        counted = True
+                    if context.is_stopped():  # while its media was fetched; nothing to abort yet
+                        return
+                    async for chunk in self.run(prompt, call, context, may_resend=not resend):
+                        unread.decline()
+                        yield chunk
                     return
-                async for chunk in self.run(prompt, call, context, may_resend=not resend):
-                    yield chunk
-                return
-            except CacheMissError as error:
-                # The engine has by now dropped what it does not hold; nothing was sent yet.
-                if resend:
-                    raise
-                self.metrics.resends.inc()
-                log.debug("request %s: %s; resending", context.id(), error)
+                except CacheMissError as error:
+                    # The engine has by now dropped what it does not hold; nothing was sent yet.
+                    if resend:
+                        raise
+                    self.metrics.resends.inc()
+                    log.debug("request %s: %s; resending", context.id(), error)
 
     async def _prepare(
         self,
         request: Mapping[str, Any],
         media: wire.MediaRequest,
         call: Any,
+        unread: Unread,
         *,
         resend: bool,
     ) -> tuple[Any, Resolution]:
@@ -260,6 +265,7 @@ class MediaWorker(Worker):
                         cache_scope=request.get("image_cache_scope"),
                         engine_scope=scope,
                         fresh=resend,
+                        unread=unread,
                     )
                 return await self.engine_input(media, resolution, call, resend=resend), resolution
             except MediaLostError:

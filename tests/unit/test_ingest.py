@@ -14,7 +14,7 @@ from dynamo_worker_ext.errors import (
     LimitExceededError,
     MediaLostError,
 )
-from dynamo_worker_ext.ingest import Ingest, Outcome
+from dynamo_worker_ext.ingest import Ingest, Outcome, Unread
 from dynamo_worker_ext.metrics import Metrics
 from dynamo_worker_ext.transfer import codec
 from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver, Received
@@ -147,6 +147,28 @@ async def test_only_what_is_missing_is_read_and_order_is_kept() -> None:
     assert result.payloads == ((A, 0), None, (C, 2))
     assert house.segments.read == ["seg_a_0", "seg_c_2"]
     assert house.source.loaded == []
+
+
+async def test_senders_hear_of_what_is_not_read() -> None:
+    house = House(B)
+    declined: list[str] = []
+    house.segments.decline = lambda refs: declined.extend(r.name for r in refs)  # type: ignore[method-assign]
+    transfer = house.transfer(A, B, C)
+    with Unread(transfer, house.receivers):
+        pass
+    assert declined == []  # nobody waits for that with segments
+    house.segments.declines = True  # type: ignore[misc]
+    with Unread(transfer, house.receivers) as unread:
+        await house.ingest.resolve(wire.MediaRequest([1], transfer=transfer), unread=unread)
+        assert declined == []
+        unread.decline()
+        assert declined == ["seg_b_1"]
+    assert declined == ["seg_b_1"]
+    with Unread(transfer, house.receivers) as unread:
+        unread.clear()
+    with Unread(None, house.receivers):
+        pass
+    assert declined == ["seg_b_1"]
 
 
 async def test_a_transfer_of_fewer_items_than_there_are_raw_ones_is_not_believed() -> None:

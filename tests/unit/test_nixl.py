@@ -336,6 +336,14 @@ async def test_upstreams_sender_is_told_of_what_will_not_be_read(
     assert upstreams_sender.ask(do="withdraw") < 30
 
 
+async def test_upstreams_sender_is_told_of_what_was_declined(
+    receiver: NixlReceiver, upstreams_sender: Peer
+) -> None:
+    refs = upstreams_sender.offer(MB, MB)
+    receiver.decline([refs[0], NixlRef(5, {}), refs[1]])
+    assert await asyncio.to_thread(upstreams_sender.ask, do="withdraw") < 30
+
+
 async def test_upstreams_sender_is_told_of_a_read_that_was_cancelled(
     receiver: NixlReceiver, upstreams_sender: Peer
 ) -> None:
