@@ -36,8 +36,11 @@ _START_S: Final = 60.0
 _VERDICT_S: Final = 5.0
 _HANG_S: Final = 10  # in the child, should nobody be left to end it
 
-#: Metadata known to kill, so that it does so once.
+#: Metadata known to kill, so that it does so once; and of peers that are silent.
 _MAX_REFUSED: Final = 1024
+
+#: Seconds for which a peer that gave no answer is not asked again: others wait for their turn.
+_SILENT_S: Final = 10.0
 
 #: Failures after which the child is replaced: of each something may stay in its agent.
 _MAX_FAILURES: Final = 500
@@ -58,6 +61,7 @@ class Probe:
 
     def __init__(self) -> None:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._silent: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._lock = threading.Lock()
         self._closed = False
         self._ready = False
@@ -78,6 +82,8 @@ class Probe:
         """
         if (before := self._refused.get(offer.digest)) is not None:
             raise PeerError(before, reason="peer_refused")
+        if self._silent.get(offer.digest, 0.0) > time.monotonic():
+            raise PeerError(f"{offer.agent} did not answer a moment ago", reason="peer_dead")
         if self._child.poll() is not None:
             self._restart()  # somebody ended it while it had nothing to do; not this peer's fault
         if not self._ready:
@@ -93,6 +99,10 @@ class Probe:
         if answer is None:
             crashed = self._restart()
             if not crashed:
+                self._silent.pop(offer.digest, None)
+                self._silent[offer.digest] = time.monotonic() + _SILENT_S
+                if len(self._silent) > _MAX_REFUSED:
+                    self._silent.popitem(last=False)
                 raise PeerError(
                     f"{offer.agent} did not answer within {_VERDICT_S:g} s", reason="peer_dead"
                 )

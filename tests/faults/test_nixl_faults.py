@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from dynamo_worker_ext.errors import TransferError, TransferTimeoutError
 from dynamo_worker_ext.metrics import Metrics
-from dynamo_worker_ext.transfer import Limits, nixl_agent, nixl_request
+from dynamo_worker_ext.transfer import Limits, nixl_agent, nixl_probe, nixl_request
 from dynamo_worker_ext.transfer.nixl import NixlReceiver, NixlSender
 from dynamo_worker_ext.wire import NixlRef
 from tests.nixl_peer import Peer, pattern, summary
@@ -201,10 +201,21 @@ async def test_a_hanging_read_does_not_keep_a_receiver_from_closing(slow: Peer) 
     assert caught.value.reason == "unavailable"
 
 
-async def test_an_unknown_peer_that_hangs_is_dead(receiver: NixlReceiver, slow: Peer) -> None:
+async def test_an_unknown_peer_that_hangs_is_dead_and_keeps_nobody_waiting(
+    receiver: NixlReceiver, slow: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_probe, "_SILENT_S", 3.0)
     refs = slow.offer(1000)
     slow.process.send_signal(signal.SIGSTOP)
     assert await reason_of(receiver, refs) == "peer_dead"
+    start = time.monotonic()
+    for _ in range(5):
+        assert await reason_of(receiver, refs) == "peer_dead"
+    assert time.monotonic() - start < 3
+    slow.process.send_signal(signal.SIGCONT)
+    await asyncio.sleep(3)
+    [one] = await receiver.receive(refs)
+    assert bytes(one.payload) == pattern(1000, 1)
 
 
 async def test_a_late_read_never_brings_another_items_bytes(
