@@ -261,13 +261,18 @@ def judge(report: Report, deployment: Deployment) -> None:
     )
     if failed:
         return
+    report.check(
+        "every answer has tokens",
+        *((row.completion_tokens > 0, f"{row.request}: none") for row in rows),
+    )
     text, image, two, swapped = zip(rows[::2], rows[1::2], strict=True)
     transfers = deployment.transfer != "off"
+    came = "received" if transfers else "raw"
     report.check("text: no media is counted", _outcome(text[0], "text"), _moves(text[0], False))
     _judge_repeat(report, deployment, *text)
     report.check(
         "image A: " + ("received from the frontend" if transfers else "processed by the worker"),
-        _outcome(image[0], "received" if transfers else "raw"),
+        _outcome(image[0], came),
         _moves(image[0], transfers),
         (image[0].cached_tokens == 0, f"{image[0].cached_tokens} tokens were cached already"),
     )
@@ -278,9 +283,13 @@ def judge(report: Report, deployment: Deployment) -> None:
             "images A, B: only B is moved, A is known",
             (moved == of_one, f"{moved} bytes were moved, one picture has {of_one}"),
         )
+    report.check("images A, B: both are seen", _outcome(two[0], came))
     _judge_repeat(report, deployment, *two)
+    elsewhere = swapped[0].worker != two[0].worker
     report.check(
         "images B, A: not taken for A, B",
+        _outcome(swapped[0], came if elsewhere and swapped[0].outcome == came else "hit"),
+        _moves(swapped[0], transfers and swapped[0].outcome == came),
         (swapped[0].text != two[0].text, f"both answers are {two[0].text!r}"),
         (
             swapped[0].blocks_overlapping < swapped[0].blocks,

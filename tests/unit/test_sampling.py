@@ -99,6 +99,80 @@ def test_an_option_arrives_from_every_frontend(
     assert getattr(params_of(frontend, name), field) == value
 
 
+@pytest.mark.parametrize(
+    ("section", "option", "value", "field", "arrived"),
+    [
+        ("sampling_options", "top_p", 0.25, "top_p", 0.25),
+        ("sampling_options", "top_k", 7, "top_k", 7),
+        ("sampling_options", "top_k", -1, "top_k", -1),
+        ("sampling_options", "frequency_penalty", -0.5, "frequency_penalty", -0.5),
+        ("sampling_options", "presence_penalty", -0.5, "presence_penalty", -0.5),
+        ("sampling_options", "bad_words", ["no"], "bad_words", ["no"]),
+        (
+            "sampling_options",
+            "include_stop_str_in_output",
+            True,
+            "include_stop_str_in_output",
+            True,
+        ),
+        ("sampling_options", "skip_reading_prefix_cache", True, "skip_reading_prefix_cache", True),
+        ("stop_conditions", "max_tokens", 9, "max_tokens", 9),
+        ("stop_conditions", "stop_token_ids", [9, 4], "stop_token_ids", [9, 4]),
+        ("stop_conditions", "stop_token_ids_visible", [9], "stop_token_ids", [9]),
+        ("stop_conditions", "max_thinking_tokens", 30, "thinking_token_budget", 30),
+        ("output_options", "logprobs", 2, "logprobs", 2),
+        ("output_options", "prompt_logprobs", 2**32 - 1, "prompt_logprobs", -1),
+    ],
+)
+def test_an_option_changes_its_own_field_alone(
+    section: str, option: str, value: object, field: str, arrived: object
+) -> None:
+    plain, asked = params(section), params(section, **{option: value})
+    assert getattr(asked, field) == arrived
+    names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    # Follow from other options: vLLM makes text or computes cached tokens anew where it has to.
+    names -= {"detokenize", "output_text_buffer_length", "skip_reading_prefix_cache"}
+    changed = {name for name in names if getattr(plain, name) != getattr(asked, name)}
+    assert changed <= {field}
+
+
+def test_all_options_arrive_beside_each_other() -> None:
+    request = {
+        "sampling_options": {
+            "temperature": 0.7, "top_p": 0.6, "top_k": 11, "min_p": 0.05, "seed": 13, "n": 2,
+            "frequency_penalty": 0.25, "presence_penalty": 0.5, "repetition_penalty": 1.25,
+            "logit_bias": {"5": 1.5}, "guided_decoding": {"regex": "[ab]+"},
+        },
+        "stop_conditions": {
+            "stop": ["end"], "stop_token_ids": [9], "stop_token_ids_hidden": [8],
+            "ignore_eos": True, "max_tokens": 21, "min_tokens": 3,
+        },
+        "output_options": {"logprobs": 4, "prompt_logprobs": 2, "skip_special_tokens": False},
+        "routing": {"priority": 6, "cache_salt": "salt", "dp_rank": 1, "lora_name": "my-lora"},
+    }  # fmt: skip
+    call = build_call(request, SamplingContext(vocab_size=512, dp_ranks=2, lora_names={"my-lora"}))
+    given = call.sampling_params
+    assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0.7, 0.6, 11, 0.05)
+    assert (given.seed, given.n, given.logit_bias) == (13, 2, {5: 1.5})
+    penalties = given.frequency_penalty, given.presence_penalty, given.repetition_penalty
+    assert penalties == (0.25, 0.5, 1.25)
+    assert given.structured_outputs is not None
+    assert given.structured_outputs.regex == "[ab]+"
+    assert (given.stop, given.stop_token_ids, given.ignore_eos) == (["end"], [9, 8], True)
+    assert (given.max_tokens, given.min_tokens) == (21, 3)
+    assert (given.logprobs, given.prompt_logprobs, given.skip_special_tokens) == (4, 2, False)
+    assert (call.priority, call.cache_salt) == (-6, "dynamo-cache-salt:salt")
+    assert (call.data_parallel_rank, call.lora_name) == (1, "my-lora")
+
+
+@pytest.mark.parametrize("tag", [{"type": "structural_tag", "format": {}}, '{"type": "x"}'])
+def test_a_structural_tag_may_be_an_object_or_text(tag: object) -> None:
+    guided = params(guided_decoding={"structural_tag": tag}).structured_outputs
+    assert guided is not None
+    assert guided.structural_tag == (tag if isinstance(tag, str) else json.dumps(tag))
+    assert (guided.json, guided.regex, guided.choice, guided.grammar) == (None,) * 4
+
+
 @pytest.mark.parametrize("frontend", [RUST, VLLM])
 @pytest.mark.parametrize(
     ("name", "constraint"),

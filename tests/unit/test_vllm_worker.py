@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +33,11 @@ class Engine:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
+        self.given: tuple[Any, ...] = ()
+        self.named: dict[str, Any] = {}
 
-    async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+    async def generate(self, *given: Any, **named: Any) -> AsyncGenerator[Any, None]:
+        self.given, self.named = given, named
         if self.error is not None:
             raise self.error
         yield
@@ -64,6 +68,34 @@ async def test_a_full_queue_is_an_error_that_another_worker_may_make_good(
     with pytest.raises(dynamo_errors.StreamIncomplete, match='"code": 503'):
         async for _ in one.generate({}, Context()):
             pass
+
+
+async def test_all_of_a_call_is_given_to_the_engine(tmp_path: Path) -> None:
+    engine = Engine(QueueOverflowError())
+    one = worker(engine, "--enable-lora", "--lora-modules", f"adapter={tmp_path}")
+    one._media = SimpleNamespace(from_text=lambda _: {"prompt_token_ids": [1]})
+    params, parser, trace = SamplingParams(seed=7), {"a": 1}, {"traceparent": "00-1-2-01"}
+    call = EngineCall(
+        params, priority=-6, cache_salt="salt", data_parallel_rank=1, lora_name="adapter",
+        reasoning_ended=True, reasoning_parser_kwargs=parser, trace_headers=trace,
+    )  # fmt: skip
+    media = wire.MediaRequest(token_ids=[1])
+    prompt = await one.engine_input(media, Resolution(Outcome.TEXT), call, resend=False)
+    with pytest.raises(EngineBusyError):
+        async for _ in one.run(prompt, call, Context(), may_resend=False):
+            pass
+    given, sampling, _ = engine.given
+    assert given == {"prompt_token_ids": [1], "cache_salt": "salt"}
+    assert sampling is params
+    lora = engine.named.pop("lora_request")
+    assert (lora.lora_name, lora.lora_path) == ("adapter", str(tmp_path))
+    assert engine.named == {
+        "priority": -6,
+        "data_parallel_rank": 1,
+        "trace_headers": trace,
+        "reasoning_ended": True,
+        "reasoning_parser_kwargs": parser,
+    }
 
 
 async def test_the_cards_of_adapters_leave_discovery_before_the_drain(
