@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import re
 import stat
@@ -32,6 +33,8 @@ from dynamo_worker_ext.transfer.base import Limits, MmKwargsReceiver, MmKwargsSe
 from dynamo_worker_ext.transfer.buffers import BufferPool, PoolStatistics
 from dynamo_worker_ext.transfer.scheduling import give_way
 from dynamo_worker_ext.wire import ShmRef
+
+log = logging.getLogger(__name__)
 
 SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - this is what shared memory is
 
@@ -344,9 +347,12 @@ class ShmSender(MmKwargsSender[ShmRef]):
             with self._lock:
                 if name in self._live:
                     self._live.remove(name)
-                    # Never written, or swept away by somebody else: gone is what we want.
-                    with suppress(FileNotFoundError):
+                    try:
                         os.unlink(name, dir_fd=self._directory)
+                    except FileNotFoundError:
+                        pass  # never written, or swept away by somebody else
+                    except OSError as error:  # what has this name now is not ours
+                        log.warning("segment %s cannot be removed: %s", name, error.strerror)
 
 
 def _sweep(directory: int) -> None:

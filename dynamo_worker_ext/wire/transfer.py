@@ -337,7 +337,7 @@ def _reason(text: str) -> str:
     if f"of length <= {MAX_ITEMS}" in text:
         return "invalid_count"
     # As msgspec writes it: "... - at `$.items[0].size`", "... missing required field `size` ...".
-    names = re.findall(r"(?:\.|field `)(\w+)", text)
+    names = re.findall(r"\.(\w+)", text) + re.findall(r"field `(\w+)", text)
     return next((_REASONS[name] for name in names if name in _REASONS), "invalid_metadata")
 
 
