@@ -147,9 +147,9 @@ class Unread:
     def __init__(
         self, transfer: Transfer | None, receivers: Mapping[str, MmKwargsReceiver[Any]]
     ) -> None:
-        self._receivers = receivers
+        # Receivers as well: a worker that stops forgets them before its last requests end.
         self._refs = {
-            name: dict(refs)
+            name: (receivers[name], dict(refs))
             for name, refs in (transfer.offers.items() if transfer is not None else ())
             if name in receivers and receivers[name].declines
         }
@@ -158,7 +158,7 @@ class Unread:
         """A receiver is asked for these: it tells the sender, also if it fails."""
         if (refs := self._refs.get(transport)) is not None:
             for i in indexes:
-                refs.pop(i, None)
+                refs[1].pop(i, None)
 
     def clear(self) -> None:
         """Senders hear of all of them from another worker."""
@@ -167,8 +167,8 @@ class Unread:
     def decline(self) -> None:
         """Tell senders of all others. A second call is a no-op."""
         while self._refs:
-            transport, refs = self._refs.popitem()
-            self._receivers[transport].decline(list(refs.values()))
+            _, (receiver, refs) = self._refs.popitem()
+            receiver.decline(list(refs.values()))
 
     def __enter__(self) -> Self:
         return self

@@ -26,6 +26,7 @@ from dynamo_worker_ext.wire import MODALITIES, MediaItem, MediaRequest, Modality
 from dynamo_worker_ext.wire.types import MAX_ITEMS
 from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm
 from dynamo_worker_ext.worker.prompts import check_stray, media_token_ids
+from dynamo_worker_ext.worker.sizes import ItemSizes, Size
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class SglangMedia:
         self._metrics = metrics
         self.media_tokens = media_token_ids(config.hf_config)
         self.cache = FeatureCache(cache_bytes)
+        # What has another number of embeddings, `from_transfer` and SGLang notice themselves.
+        self._kinds = ItemSizes()
         self._reader: FeatureReader | None = None
         self._llava = LlavaForm.of(config.hf_config)
         self.limits: Mapping[Modality, int] = {}
@@ -97,7 +100,14 @@ class SglangMedia:
         """SGLang looks for runs of media tokens itself, and its scheduler ends where their number
         is not that of the items."""
         tokens, last = transfer.expanded_token_ids, dict[str, int]()
+        kinds: dict[str, Size] = {}
         for item in sorted(transfer.items, key=lambda one: one.placeholder.offset):
+            name, kind = _kind(item)
+            if kinds.setdefault(name, kind) != kind or self._kinds.differs(name, kind):
+                raise InvalidTransferError(
+                    f"item {item.mm_hash} is not a {item.modality} by what was sent before",
+                    reason="invalid_hash",
+                )
             where, token = item.placeholder, self.tokens.get(item.modality)
             found = tuple(t == token for t in tokens[where.offset : where.end])
             if found != (where.is_embed or (True,) * where.length):
@@ -160,6 +170,10 @@ class SglangMedia:
         """
         tokens = transfer.expanded_token_ids
         check_stray(tokens, [item.placeholder for item in transfer.items], self.media_tokens)
+        for name, kind in map(_kind, transfer.items):
+            if self._kinds.differs(name, kind):  # it came by another request meanwhile
+                raise CacheMissError([item.mm_hash for item in transfer.items])
+            self._kinds.enter(name, kind)
         with self._metrics.stage("inject"):
             features: list[Kept] = []
             for item, payload in zip(transfer.items, payloads, strict=True):
@@ -366,3 +380,8 @@ def _check_kinds(mm_hashes: Sequence[str], features: Sequence[Kept], held: Seque
 def _key(scope: str, mm_hash: str) -> tuple[str, str]:
     """The engine knows the first 16 characters; what it takes for one item is one here too."""
     return scope, mm_hash[:16]
+
+
+def _kind(item: MediaItem) -> tuple[str, Size]:
+    """SGLang's scheduler ends where one identity stands for an image and a video in one batch."""
+    return item.mm_hash[:16], Size(item.modality, 0)

@@ -18,7 +18,7 @@ from transformers.feature_extraction_utils import BatchFeature
 
 from dynamo_worker_ext.errors import InvalidTransferError
 from dynamo_worker_ext.transfer.kwargs import FieldKind, KwargsField, KwargsItem
-from dynamo_worker_ext.vllm.reference import FieldReference, ItemReference, process_example
+from dynamo_worker_ext.vllm.reference import FieldReference, ItemReference
 from dynamo_worker_ext.wire import Embeddings, MediaItem, Modality
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class EmbeddingReference:
         example: dict[str, torch.Tensor] = {embeds: torch.zeros(1, 1, width)}
         if isinstance(merge, int):
             example = {embeds: torch.zeros(1, width), grid: torch.tensor([[1, merge, merge]])}
-        elif len(_lengths(processor, modality)) > 1:
+        elif pixels.embeds is None:
             log.info("embeddings of %ss are not taken: they differ in length", modality)
             return None
         if (seconds := pixels.fields.get(SECONDS)) is not None:
@@ -152,12 +152,6 @@ class EmbeddingReference:
 
     def _fact(self, name: str, data: torch.Tensor) -> KwargsField:
         return KwargsField(data, self.kinds[name], {"keep_on_cpu": True})
-
-
-def _lengths(processor: Any, modality: Modality) -> set[int]:
-    """How many embeddings items of different shape have."""
-    made = [process_example(processor, modality, scale, tall=scale > 1)[1] for scale in (1, 2)]
-    return {one["mm_placeholders"][modality][0].get_num_embeds() for one in made}
 
 
 def _mismatch(message: str) -> InvalidTransferError:

@@ -29,7 +29,6 @@ from dynamo_worker_ext.vllm.form import learn_form
 from dynamo_worker_ext.vllm.items import kwargs_item
 from dynamo_worker_ext.vllm.prompts import placeholder_range, prompt_updates
 from dynamo_worker_ext.vllm.reference import ItemReference, learn_references
-from dynamo_worker_ext.vllm.sizes import ItemSizes, Size
 from dynamo_worker_ext.wire import (
     MODALITIES,
     MediaItem,
@@ -40,6 +39,7 @@ from dynamo_worker_ext.wire import (
 )
 from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm
 from dynamo_worker_ext.worker.prompts import check_stray, media_token_ids
+from dynamo_worker_ext.worker.sizes import ItemSizes, Size
 
 _T = TypeVar("_T")
 
@@ -164,7 +164,7 @@ class VllmMedia:
             resend: send every payload to the core, whatever P0 believes that it holds.
 
         Raises:
-            CacheMissError: an item that was held is gone; nothing was changed.
+            CacheMissError: an item that was held is gone; the cache is as it was.
             StrayPlaceholderError: the prompt holds a media token outside of the placeholders.
         """
         tokens = transfer.expanded_token_ids
@@ -251,20 +251,21 @@ class VllmMedia:
         result = cast(
             dict[str, Any], await self._renderer.process_for_engine_async(prompt, time.time())
         )
-        sizes = {
-            str(mm_hash): Size(modality, where.get_num_embeds())
+        sizes = [
+            (str(mm_hash), Size(modality, where.get_num_embeds()))
             for modality, places in result["mm_placeholders"].items()
             for mm_hash, where in zip(result["mm_hashes"][modality], places, strict=True)
-        }
-        changed = [mm_hash for mm_hash, size in sizes.items() if self._sizes.differs(mm_hash, size)]
-        if changed:
+        ]
+        of_one = dict(sizes)
+        changed = [h for h, size in sizes if self._sizes.differs(h, size) or of_one[h] != size]
+        if changed and "multi_modal_uuids" in prompt:  # else they are of vLLM's own making
             # The picture behind a URL is another one now, or a client gave two the same name.
             await self.forget(changed)
             if any(one is None for items in prompt["multi_modal_data"].values() for one in items):
                 raise CacheMissError(changed)
             del prompt["multi_modal_uuids"]  # vLLM makes identities by content
             return await self._process(prompt)
-        for mm_hash, size in sizes.items():
+        for mm_hash, size in sizes:
             self._sizes.enter(mm_hash, size)
         return result
 

@@ -190,7 +190,7 @@ def learn_references(
             small, large = (one["mm_kwargs"][modality][0] for one in made)
             has_grid = any(name.endswith("_grid_thw") for name in small)
             if modality == "image" and not has_grid:
-                made.append(process_example(processor, modality, 2, tall=True)[1])
+                made += [process_example(processor, modality, size=s)[1] for s in _SHAPES]
         except Exception as error:  # whatever a model's processor may raise
             log.warning(
                 "this model's processor made no example %s (%s: %s); pre-processed %ss are not "
@@ -209,12 +209,19 @@ def learn_references(
     return result
 
 
-def example_media(processor: Any, modality: Modality, scale: int = 1, *, tall: bool = False) -> Any:
-    """A small item as a model's processor takes it; images are of 112 x 56 pixels times `scale`, or
-    tall ones of 56 x 112."""
+def example_media(
+    processor: Any,
+    modality: Modality,
+    scale: int = 1,
+    *,
+    tall: bool = False,
+    size: tuple[int, int] | None = None,
+) -> Any:
+    """A small item as a model's processor takes it; images are of `size`, or of 112 x 56 pixels
+    times `scale`, or tall ones of 56 x 112."""
     if modality == "image":
-        size = (56 * scale, 112 * scale) if tall else (112 * scale, 56 * scale)
-        return Image.new("RGB", size, (90, 120, 60 * scale))
+        wide = (112 * scale, 56 * scale)
+        return Image.new("RGB", size or (wide[::-1] if tall else wide), (90, 120, 60 * scale))
     # What makes a valid video or audio is the model's affair; its own builder knows.
     options = MultiModalDummyOptions(
         video=VideoDummyOptions(count=1, num_frames=2 * scale, width=112, height=112),
@@ -226,12 +233,17 @@ def example_media(processor: Any, modality: Modality, scale: int = 1, *, tall: b
 
 
 def process_example(
-    processor: Any, modality: Modality, scale: int, *, tall: bool = False
+    processor: Any,
+    modality: Modality,
+    scale: int = 1,
+    *,
+    tall: bool = False,
+    size: tuple[int, int] | None = None,
 ) -> tuple[list[int], Any]:
     """A prompt of one `example_media`, and what the processor makes of it."""
     text = processor.dummy_inputs.get_dummy_text({modality: 1})
     tokens = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
-    data = {modality: [example_media(processor, modality, scale, tall=tall)]}
+    data = {modality: [example_media(processor, modality, scale, tall=tall, size=size)]}
     output = processor.apply(
         ProcessorInputs(
             prompt=list(tokens),
@@ -272,6 +284,9 @@ def _same_embeds(made: Sequence[Any], modality: Modality) -> int | None:
 def _shape(data: Any) -> tuple[int, ...] | None:
     return tuple(data.shape) if isinstance(data, torch.Tensor) else None
 
+
+#: Images, in pixels, of which a model that cuts them into tiles makes different numbers of these.
+_SHAPES: Final = ((112, 224), (640, 480), (900, 900), (300, 1200))
 
 _KINDS = {
     "MultiModalBatchedField": "batched",

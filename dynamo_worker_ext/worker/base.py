@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 #: Seconds between two looks at whether the engine lives; out of discovery within 2 s is promised.
 _WATCH_INTERVAL_S: Final = 0.25
 
+#: How long a worker that stops tries to take out of discovery what it put there besides.
+_LEAVE_S: Final = 5.0
+
 
 class Worker(LLMEngine):
     """An engine behind the Backend SDK.
@@ -144,7 +147,8 @@ class Worker(LLMEngine):
                 await self._watchdog
             self._watchdog = None
         try:
-            await self._leave_discovery()
+            async with asyncio.timeout(_LEAVE_S):
+                await self._leave_discovery()
         except Exception as error:  # no reason to drop what is in flight, or to leave an engine
             log.warning("could not take all cards out of discovery: %s", error)
         await self._drain()

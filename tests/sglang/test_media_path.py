@@ -167,10 +167,8 @@ def test_a_64_character_hash_is_cut(worker: Worker) -> None:
     assert (one.outcome, other.outcome) == ("received", "received")
 
 
-def test_a_video_is_taken_as_it_was_processed(worker: Worker) -> None:
-    frames = np.random.default_rng(7).integers(0, 255, (4, 112, 112, 3), dtype=np.uint8)
-    rendered = worker.front.render_video(frames)
-    body = salted(request(rendered, shm=[]), "video")
+def _as_video(worker: Worker, rendered: Rendered) -> dict[str, Any]:
+    body = request(rendered, shm=[])
     extra = body["extra_args"]
     for name in ("mm_hashes_by_modality", "mm_placeholders_by_modality"):
         extra[name] = {"video": extra[name]["image"]}
@@ -179,6 +177,13 @@ def test_a_video_is_taken_as_it_was_processed(worker: Worker) -> None:
         "items": [worker.segments.put(rendered.items[0].payload)],
         "mm_hashes": rendered.hashes,
     }
+    return body
+
+
+def test_a_video_is_taken_as_it_was_processed(worker: Worker) -> None:
+    frames = np.random.default_rng(7).integers(0, 255, (4, 112, 112, 3), dtype=np.uint8)
+    rendered = worker.front.render_video(frames)
+    body = salted(_as_video(worker, rendered), "video")
     first = worker.send(body)
     assert (first.outcome, len(first.tokens)) == ("received", 8)
     assert first.change.total(HASHED) == 0
@@ -234,6 +239,19 @@ def test_what_is_cached_stands_only_where_it_fits(worker: Worker) -> None:
     assert seen.outcome == "lost"
     assert "has room for" in str(seen.reply.error)
     assert worker.transfer(rendered, "known").outcome == "hit"
+
+
+def test_an_identity_is_of_one_modality(worker: Worker) -> None:
+    """SGLang's scheduler would end where an image and a video of one identity meet in a batch."""
+    rendered = worker.front.render([picture(size=112)]).renamed()
+    assert worker.transfer(rendered, "image").outcome == "received"
+    frames = np.random.default_rng(8).integers(0, 255, (4, 112, 112, 3), dtype=np.uint8)
+    video = worker.front.render_video(frames).named([rendered.hashes[0][:16] + "0" * 48])
+    body = salted(_as_video(worker, video), "another")
+    seen = worker.send(body)
+    assert seen.outcome == "lost"
+    assert "invalid_hash" in str(seen.reply.error)
+    assert worker.transfer(rendered, "image").outcome == "hit"
 
 
 def test_two_pictures_that_meet_are_refused(worker: Worker) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_worker_ext import wire
 from dynamo_worker_ext.errors import InvalidTransferError
-from dynamo_worker_ext.vllm.sizes import ItemSizes, Size
+from dynamo_worker_ext.worker.sizes import ItemSizes, Size
 
 
 def transfer(*items: wire.MediaItem) -> wire.Transfer:

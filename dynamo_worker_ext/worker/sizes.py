@@ -1,7 +1,7 @@
 """What an identity stands for, so that no prompt makes room for another item than it names.
 
-vLLM's core takes an item that it holds by hash alone. A prompt with room for more or fewer
-embeddings than that item has, or for another modality, ends the core for everybody.
+Engines take an item that they hold by hash alone. Where a prompt has room for more or fewer
+embeddings than that item has, or for another modality, they end for everybody.
 """
 
 from __future__ import annotations
