@@ -99,15 +99,14 @@ class SglangMedia:
     def check(self, transfer: Transfer) -> None:
         """SGLang looks for runs of media tokens itself, and its scheduler ends where their number
         is not that of the items."""
+        if (conflict := self._kinds.conflict(_kinds_of(transfer))) is not None:
+            mm_hash, _, kind = conflict
+            raise InvalidTransferError(
+                f"item {mm_hash}... is not a {kind.modality} by what was sent before",
+                reason="invalid_hash",
+            )
         tokens, last = transfer.expanded_token_ids, dict[str, int]()
-        kinds: dict[str, Size] = {}
         for item in sorted(transfer.items, key=lambda one: one.placeholder.offset):
-            name, kind = _kind(item)
-            if kinds.setdefault(name, kind) != kind or self._kinds.differs(name, kind):
-                raise InvalidTransferError(
-                    f"item {item.mm_hash} is not a {item.modality} by what was sent before",
-                    reason="invalid_hash",
-                )
             where, token = item.placeholder, self.tokens.get(item.modality)
             found = tuple(t == token for t in tokens[where.offset : where.end])
             if found != (where.is_embed or (True,) * where.length):
@@ -170,10 +169,7 @@ class SglangMedia:
         """
         tokens = transfer.expanded_token_ids
         check_stray(tokens, [item.placeholder for item in transfer.items], self.media_tokens)
-        for name, kind in map(_kind, transfer.items):
-            if self._kinds.differs(name, kind):  # it came by another request meanwhile
-                raise CacheMissError([item.mm_hash for item in transfer.items])
-            self._kinds.enter(name, kind)
+        self._kinds.admit(_kinds_of(transfer))
         with self._metrics.stage("inject"):
             features: list[Kept] = []
             for item, payload in zip(transfer.items, payloads, strict=True):
@@ -382,6 +378,6 @@ def _key(scope: str, mm_hash: str) -> tuple[str, str]:
     return scope, mm_hash[:16]
 
 
-def _kind(item: MediaItem) -> tuple[str, Size]:
+def _kinds_of(transfer: Transfer) -> list[tuple[str, Size]]:
     """SGLang's scheduler ends where one identity stands for an image and a video in one batch."""
-    return item.mm_hash[:16], Size(item.modality, 0)
+    return [(one.mm_hash[:16], Size(one.modality, 0)) for one in transfer.items]

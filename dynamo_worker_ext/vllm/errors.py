@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm.exceptions import VLLMNotFoundError, VLLMUnprocessableEntityError
+from vllm.exceptions import GracefulHTTPError, VLLMNotFoundError, VLLMUnprocessableEntityError
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from dynamo_worker_ext.errors import EngineDeadError, EngineError, RequestError, WorkerExtError
+from dynamo_worker_ext.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    EngineError,
+    RequestError,
+    WorkerExtError,
+)
 
-#: What ``AsyncLLM.generate`` raises when the engine, not the request, is at fault.
-ENGINE_ERRORS: Final[tuple[type[Exception], ...]] = (VllmEngineDeadError, EngineGenerateError)
+#: What ``AsyncLLM.generate`` raises when the engine, not the request, is at fault; the last where
+#: it takes no more for now.
+ENGINE_ERRORS: Final[tuple[type[Exception], ...]] = (
+    VllmEngineDeadError,
+    EngineGenerateError,
+    GracefulHTTPError,
+)
 
 
 def as_ours(error: Exception) -> WorkerExtError:
@@ -23,6 +34,8 @@ def as_ours(error: Exception) -> WorkerExtError:
     """
     if isinstance(error, VllmEngineDeadError):
         return EngineDeadError(f"the engine died: {error}")
+    if isinstance(error, GracefulHTTPError):  # --max-num-queued-reqs, --max-num-queued-tokens
+        return EngineBusyError(str(error))
     if isinstance(error, EngineGenerateError):
         # It wraps whatever went wrong on the way in; a ValueError there is the request's fault.
         cause = error.__cause__

@@ -25,7 +25,7 @@ def learn_form(processor: Any, reference: EmbeddingReference) -> EmbeddingsForm 
         could only be guessed.
     """
     found = [
-        _repeated(*process_example(processor, "image", scale, tall=scale > 1)) for scale in (1, 2)
+        _repeated(*process_example(processor, "image", size=size)) for size in (None, (112, 224))
     ]
     tokens, counts = {token for token, _ in found}, {count for _, count in found}
     if None in tokens or len(tokens) > 1:

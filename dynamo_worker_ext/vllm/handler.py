@@ -14,14 +14,13 @@ from dynamo.common.backend.health_check import is_probe
 from dynamo.common.backend.publisher import KvEventSource, PushSource
 from dynamo.common.constants import DisaggregationMode
 from vllm.distributed.kv_events import KVEventsConfig
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from dynamo_worker_ext import wire
 from dynamo_worker_ext.errors import (
     CacheMissError,
-    EngineBusyError,
     EngineDeadError,
     EngineError,
     HandoffError,
@@ -406,8 +405,6 @@ class VllmWorker(MediaWorker):
                         yield chunk
         except (VLLMClientError, *ENGINE_ERRORS) as error:
             raise as_ours(error) from error
-        except GracefulHTTPError as error:  # --max-num-queued-reqs, --max-num-queued-tokens
-            raise EngineBusyError(str(error)) from error
 
     async def abort(self, context: Any) -> None:
         if self._llm is not None:

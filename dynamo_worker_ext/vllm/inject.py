@@ -39,7 +39,7 @@ from dynamo_worker_ext.wire import (
 )
 from dynamo_worker_ext.worker.embeddings_file import EmbeddingsForm
 from dynamo_worker_ext.worker.prompts import check_stray, media_token_ids
-from dynamo_worker_ext.worker.sizes import ItemSizes, Size
+from dynamo_worker_ext.worker.sizes import ItemSizes, Size, sizes_of
 
 _T = TypeVar("_T")
 
@@ -169,11 +169,7 @@ class VllmMedia:
         """
         tokens = transfer.expanded_token_ids
         self._check_stray(tokens, [item.placeholder for item in transfer.items])
-        for item in transfer.items:
-            size = Size(item.modality, item.placeholder.embeds)
-            if self._sizes.differs(item.mm_hash, size):  # it came by another request meanwhile
-                raise CacheMissError([item.mm_hash])
-            self._sizes.enter(item.mm_hash, size)
+        self._sizes.admit(sizes_of(transfer))
         # What the cache holds already has its updates.
         held = all(payload is None for payload in payloads)
         updates = None if held else prompt_updates(token_ids, transfer)

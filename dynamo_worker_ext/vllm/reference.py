@@ -214,14 +214,12 @@ def example_media(
     modality: Modality,
     scale: int = 1,
     *,
-    tall: bool = False,
     size: tuple[int, int] | None = None,
 ) -> Any:
-    """A small item as a model's processor takes it; images are of `size`, or of 112 x 56 pixels
-    times `scale`, or tall ones of 56 x 112."""
+    """A small item as a model's processor takes it; images are of `size`, in pixels, or of 112 x 56
+    times `scale`."""
     if modality == "image":
-        wide = (112 * scale, 56 * scale)
-        return Image.new("RGB", size or (wide[::-1] if tall else wide), (90, 120, 60 * scale))
+        return Image.new("RGB", size or (112 * scale, 56 * scale), (90, 120, 60 * scale))
     # What makes a valid video or audio is the model's affair; its own builder knows.
     options = MultiModalDummyOptions(
         video=VideoDummyOptions(count=1, num_frames=2 * scale, width=112, height=112),
@@ -237,13 +235,12 @@ def process_example(
     modality: Modality,
     scale: int = 1,
     *,
-    tall: bool = False,
     size: tuple[int, int] | None = None,
 ) -> tuple[list[int], Any]:
     """A prompt of one `example_media`, and what the processor makes of it."""
     text = processor.dummy_inputs.get_dummy_text({modality: 1})
     tokens = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
-    data = {modality: [example_media(processor, modality, scale, tall=tall, size=size)]}
+    data = {modality: [example_media(processor, modality, scale, size=size)]}
     output = processor.apply(
         ProcessorInputs(
             prompt=list(tokens),

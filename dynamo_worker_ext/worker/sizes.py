@@ -6,9 +6,10 @@ embeddings than that item has, or for another modality, they end for everybody.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from dynamo_worker_ext.errors import InvalidTransferError
+from dynamo_worker_ext.errors import CacheMissError, InvalidTransferError
 from dynamo_worker_ext.wire import Modality, Transfer
 
 #: Identities that are remembered, some 10 MB: more than vLLM's cache has room for items of 128 KB.
@@ -20,6 +21,11 @@ class Size(NamedTuple):
 
     modality: Modality
     embeds: int
+
+
+def sizes_of(transfer: Transfer) -> list[tuple[str, Size]]:
+    """The identities of a transfer, and what the prompt has room for."""
+    return [(one.mm_hash, Size(one.modality, one.placeholder.embeds)) for one in transfer.items]
 
 
 class ItemSizes:
@@ -47,20 +53,41 @@ class ItemSizes:
         if len(self._sizes) > self._capacity:
             del self._sizes[next(iter(self._sizes))]
 
+    def conflict(self, items: Iterable[tuple[str, Size]]) -> tuple[str, Size, Size] | None:
+        """Compare identities with what is known of them, and with each other.
+
+        Returns:
+            The first that stands for two items: its name, the size known and the other one.
+        """
+        seen: dict[str, Size] = {}
+        for mm_hash, size in items:
+            known = self._sizes.get(mm_hash) or seen.setdefault(mm_hash, size)
+            if known != size:
+                return mm_hash, known, size
+        return None
+
     def check(self, transfer: Transfer) -> None:
         """Compare the items of a transfer with what is known of them, and with each other.
 
         Raises:
             InvalidTransferError: ``invalid_placeholder``.
         """
-        seen: dict[str, Size] = {}
-        for item in transfer.items:
-            size = Size(item.modality, item.placeholder.embeds)
-            known = self._sizes.get(item.mm_hash) or seen.setdefault(item.mm_hash, size)
-            if known != size:
-                raise InvalidTransferError(
-                    f"item {item.mm_hash} is known as {known.modality} of {known.embeds} "
-                    f"embeddings, and the prompt has room for {size.modality} of {size.embeds}; "
-                    "all frontends of a model need the same processor configuration",
-                    reason="invalid_placeholder",
-                )
+        if (conflict := self.conflict(sizes_of(transfer))) is not None:
+            mm_hash, known, size = conflict
+            raise InvalidTransferError(
+                f"item {mm_hash} is known as {known.modality} of {known.embeds} embeddings, and "
+                f"the prompt has room for {size.modality} of {size.embeds}; all frontends of a "
+                "model need the same processor configuration",
+                reason="invalid_placeholder",
+            )
+
+    def admit(self, items: Sequence[tuple[str, Size]]) -> None:
+        """Enter what was checked before something was waited for.
+
+        Raises:
+            CacheMissError: another request has entered one as another item meanwhile.
+        """
+        for mm_hash, size in items:
+            if self.differs(mm_hash, size):
+                raise CacheMissError([mm_hash])
+            self.enter(mm_hash, size)

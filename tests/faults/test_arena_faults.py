@@ -31,8 +31,9 @@ from dynamo_worker_ext.transfer import Limits
 from dynamo_worker_ext.transfer.arena import ArenaReceiver, ArenaSender, meeting
 from dynamo_worker_ext.transfer.arena.memory import TABLE_BYTES
 from dynamo_worker_ext.wire import ArenaRef
-from tests.arena_peer import WAIT_S, Peer
+from tests.arena_peer import Peer
 from tests.descriptors import descriptors
+from tests.told_peer import WAIT_S
 
 pytestmark = pytest.mark.timeout(180)
 

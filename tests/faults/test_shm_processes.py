@@ -30,7 +30,8 @@ from dynamo_worker_ext.transfer import Limits
 from dynamo_worker_ext.transfer.shm import ShmReceiver, ShmSender
 from dynamo_worker_ext.wire import ShmRef
 from tests.descriptors import descriptors
-from tests.shm_peer import WAIT_S, Peer, payload, summary
+from tests.shm_peer import Peer, payload, summary
+from tests.told_peer import WAIT_S
 
 pytestmark = pytest.mark.timeout(180)
 
