@@ -78,6 +78,8 @@ VLLM = Engine(
         # launch scripts' test of both engines side by side starts it that way.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
+        # Else the first request for logprobs waits half a minute for a compiler.
+        "TORCHDYNAMO_DISABLE": "1",
     },
 )
 
