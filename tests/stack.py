@@ -126,6 +126,7 @@ class Process:
         name: for messages and the log's name.
         url: where its HTTP server listens.
         role: of a worker, as ``--disaggregation-mode`` says it.
+        output: what takes its standard output, in place of its log.
     """
 
     name: str
@@ -134,15 +135,16 @@ class Process:
     log: Path
     url: str
     role: str = "agg"
+    output: Path | None = None
     popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         # What this shell has set for Dynamo is not what is tested here.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("DYN", "VLLM_"))}
-        with self.log.open("ab") as out:
+        with self.log.open("ab") as log, (self.output or self.log).open("ab") as out:
             self.popen = subprocess.Popen(
                 [*_dying_with_parent(), *self.argv], cwd=ROOT, env={**inherited, **self.env},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=log, process_group=0,
             )  # fmt: skip
 
     @property

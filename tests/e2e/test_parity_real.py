@@ -9,13 +9,9 @@ transformers wants text), and it has no Phi-3-vision.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +20,9 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("dynamo.llm")
 
-from tests.engines import BLOCK, ENGINES, ROOT
+from tests.engines import BLOCK, ENGINES
 from tests.model_folders import variant
-from tests.stack import BASE_ENV
+from tests.stack import BASE_ENV, Process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
@@ -56,34 +52,23 @@ def parity(
     **env: str,
 ) -> tuple[int, str]:
     """Run the command: its exit status and what it printed."""
-    engine, log = ENGINES[name], out / "log"
-    command = [engine.python, "-m", module, "--model", model, "--engine", name]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [*command, *args, "--", *engine.args(BLOCK), *engine_args],
-            env={
-                **os.environ,
-                **BASE_ENV,
-                **engine.env,
-                "HF_MODULES_CACHE": str(out / "modules"),
-                **env,
-            },
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            printed, _ = process.communicate(timeout=400)
-        finally:
-            # What it started outlives it if it is killed.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode in (0, 1), log.read_text()[-4000:]
-    return process.returncode, printed
+    engine, printed = ENGINES[name], out / "printed"
+    command = [engine.python, "-m", module, "--model", str(model), "--engine", name]
+    process = Process(
+        name,
+        [*command, *args, "--", *engine.args(BLOCK), *engine_args],
+        {**BASE_ENV, **engine.env, "HF_MODULES_CACHE": str(out / "modules"), **env},
+        log=out / "log",
+        url="",
+        output=printed,
+    )
+    process.start()
+    try:
+        status = process.wait(400)
+    finally:
+        process.kill()
+    assert status in (0, 1), process.tail()
+    return status, printed.read_text()
 
 
 def case(
